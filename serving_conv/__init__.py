@@ -1,0 +1,28 @@
+"""Causal depthwise conv1d for inference engines: packed prefill, decode and speculative steps, and the state pool."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from serving_conv.backends import backend_for
+from serving_conv.contract import prefill_workspace_size, state_positions
+from serving_conv.errors import BackendError, ContractError, ServingConvError
+from serving_conv.faults import DeviceFault, clear_device_fault, device_fault
+from serving_conv.ops import causal_conv1d_fn, causal_conv1d_update
+
+try:
+    __version__ = version("serving-conv")
+except PackageNotFoundError:  # a source tree on PYTHONPATH
+    __version__ = "0+unknown"
+
+__all__ = [
+    "BackendError",
+    "ContractError",
+    "DeviceFault",
+    "ServingConvError",
+    "backend_for",
+    "causal_conv1d_fn",
+    "causal_conv1d_update",
+    "clear_device_fault",
+    "device_fault",
+    "prefill_workspace_size",
+    "state_positions",
+]

@@ -1,0 +1,191 @@
+"""Owns the public entries: check, choose a backend, run; and their registration as `torch.ops.serving_conv.*`.
+
+Each entry is registered twice, since a custom operator may not return one of its inputs: the plain overload
+allocates and returns the result, `.out` writes to `out` and returns nothing. The public functions hide that. In
+eager mode they call the body directly; under a compiler, a fake mode or a tensor subclass they go through the
+registered operator, which is opaque to the compiler and says exactly what it writes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from serving_conv.backends import choose_backend
+from serving_conv.checks import check, check_values
+from serving_conv.contract import ENTRIES, PREFILL, UPDATE, Entry, Option, prefill_workspace_size
+from serving_conv.settings import SETTINGS
+from serving_conv.signatures import documented, schema
+
+__all__ = ["causal_conv1d_fn", "causal_conv1d_update"]
+
+# Library.define + impl costs 4 us a call where the custom_op decorator was measured at 28.
+_LIBRARY = torch.library.Library("serving_conv", "DEF")  # type: ignore[no-untyped-call]
+
+
+@documented(PREFILL)
+def causal_conv1d_fn(
+    x: Tensor,
+    weight: Tensor,
+    conv_state: Tensor,
+    cu_seqlens: Tensor,
+    cache_indices: Tensor,
+    has_initial_state: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    activation: str | None = "silu",
+    num_accepted_tokens: Tensor | None = None,
+    out: Tensor | None = None,
+    workspace: Tensor | None = None,
+    pad_slot_id: int = -1,
+) -> Tensor:
+    """Causal depthwise convolution of packed prompt chunks.
+
+    Every row becomes `activation(bias + sum over taps)` of its window: the W-1 inputs before it in its sequence,
+    then itself. The inputs before the first row come from the sequence's slot if `has_initial_state` says so,
+    else they are zeros. Afterwards positions `0 : W-1` of each live slot hold the sequence's last W-1 inputs.
+
+    The positional order and the meaning are those of flashinfer.mamba.causal_conv1d_fn. Sums are fp32, bias first,
+    one fused multiply-add a tap, oldest tap first, so a sequence gives the same bits however it is batched or cut.
+    Empty sequences are legal. A sequence whose slot, offsets or count are out of range gets zero output, leaves
+    its slot alone and sets a sticky code (`serving_conv.device_fault`).
+    """
+    arguments = {
+        "x": x,
+        "weight": weight,
+        "conv_state": conv_state,
+        "cu_seqlens": cu_seqlens,
+        "cache_indices": cache_indices,
+        "has_initial_state": has_initial_state,
+        "bias": bias,
+        "activation": activation,
+        "num_accepted_tokens": num_accepted_tokens,
+        "out": out,
+        "workspace": workspace,
+        "pad_slot_id": pad_slot_id,
+    }
+    if _needs_dispatch(x):
+        return _dispatch(torch.ops.serving_conv.causal_conv1d_fn, arguments)
+    return _run(PREFILL, arguments)
+
+
+@documented(UPDATE)
+def causal_conv1d_update(
+    x: Tensor,
+    weight: Tensor,
+    conv_state: Tensor,
+    state_indices: Tensor,
+    *,
+    cu_seqlens: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+    bias: Tensor | None = None,
+    activation: str | None = "silu",
+    out: Tensor | None = None,
+    pad_slot_id: int = -1,
+) -> Tensor:
+    """Decode and linear speculative steps of the causal depthwise convolution.
+
+    Plain (no counts): the window is positions `0 : W-1` of the slot, which afterwards hold the last W-1 of (window,
+    tokens). Speculative: count `a` says how many tokens of the previous step were kept, bonus token included; the
+    window is positions `a-1 : a+W-2`, and afterwards positions `0 : T+W-2` hold (the last W-2 of the window, all T
+    tokens), so that the next step can start behind any accepted one. After a prefill the first count is 1.
+
+    Sums are those of `causal_conv1d_fn`, bit for bit. A sequence whose slot, offsets or count are out of range gets
+    zero output, leaves its slot alone and sets a sticky code (`serving_conv.device_fault`). With more than L-W+2
+    tokens in a speculative step every output is right and only what fits is stored.
+    """
+    arguments = {
+        "x": x,
+        "weight": weight,
+        "conv_state": conv_state,
+        "state_indices": state_indices,
+        "cu_seqlens": cu_seqlens,
+        "num_accepted_tokens": num_accepted_tokens,
+        "has_initial_state": has_initial_state,
+        "bias": bias,
+        "activation": activation,
+        "out": out,
+        "pad_slot_id": pad_slot_id,
+    }
+    if _needs_dispatch(x):
+        return _dispatch(torch.ops.serving_conv.causal_conv1d_update, arguments)
+    return _run(UPDATE, arguments)
+
+
+def _needs_dispatch(x: object) -> bool:
+    """Whether something above the kernels (compiler, fake mode, subclass, profiler mode) must see the call."""
+    if torch.compiler.is_compiling():
+        return True
+    # Anything that is not a tensor goes to the checks, whose message is better than the dispatcher's.
+    return isinstance(x, Tensor) and (
+        type(x) not in (Tensor, torch.nn.Parameter) or torch._C._len_torch_dispatch_stack() > 0
+    )
+
+
+def _dispatch(op: Any, arguments: dict[str, Any]) -> Tensor:
+    """Through the registered operator; every argument may go by name."""
+    out: Tensor | None = arguments["out"]
+    if out is not None:
+        op.out(**arguments)
+        return out
+    del arguments["out"]
+    result: Tensor = op.default(**arguments)
+    return result
+
+
+def _run(entry: Entry, arguments: dict[str, Any]) -> Tensor:
+    """The body of both overloads: check everything, then allocate, then compute."""
+    sizes = check(entry, arguments)
+    if SETTINGS.debug:
+        check_values(entry, sizes, arguments)
+    x: Tensor = arguments["x"]
+    backend = choose_backend(x.device)
+    if arguments["out"] is None:
+        arguments["out"] = x.new_empty(x.shape)
+    if entry is UPDATE:
+        backend.update(**arguments)
+    else:
+        scratch = prefill_workspace_size(sizes.rows, sizes.sequences)
+        if arguments["workspace"] is None and scratch:
+            arguments["workspace"] = x.new_empty(scratch, dtype=torch.int32)
+        backend.prefill(**arguments)
+    out: Tensor = arguments["out"]
+    return out
+
+
+def _register(entry: Entry) -> None:
+    defaults = {a.name: a.default if isinstance(a, Option) else None for a in entry.arguments}
+    names = [a.name for a in entry.arguments if not a.keyword]
+
+    def bind(values: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+        # The dispatcher drops arguments that equal their default.
+        return {**defaults, **dict(zip(names, values, strict=False)), **options}
+
+    def allocating(*values: Any, **options: Any) -> Tensor:
+        return _run(entry, bind(values, options))
+
+    def writing(*values: Any, **options: Any) -> None:
+        _run(entry, bind(values, options))
+
+    def fake_allocating(*values: Any, **options: Any) -> Tensor:
+        x: Tensor = bind(values, options)["x"]
+        return x.new_empty(x.shape)
+
+    def fake_writing(*values: Any, **options: Any) -> None:
+        return None
+
+    for overload, body, fake in (
+        (entry.name, allocating, fake_allocating),
+        (f"{entry.name}.out", writing, fake_writing),
+    ):
+        _LIBRARY.define(schema(entry, out=body is writing))  # type: ignore[no-untyped-call]
+        for key in ("CPU", "CUDA", "XPU"):
+            _LIBRARY.impl(overload, body, key)  # type: ignore[no-untyped-call]
+        torch.library.register_fake(f"serving_conv::{overload}", fake, lib=_LIBRARY)
+
+
+for _entry in ENTRIES:
+    _register(_entry)

@@ -1,0 +1,45 @@
+"""Owns the environment: the only file that reads it, once, at import.
+
+| variable | values | meaning |
+|---|---|---|
+| `SERVING_CONV_BACKEND` | a backend name | run this backend for every device instead of the device's own |
+| `SERVING_CONV_DEBUG` | `1` / `0` | check device values on the host: one synchronisation a call |
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from serving_conv.errors import ContractError
+
+__all__ = ["SETTINGS", "Settings", "read_settings"]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Process-wide settings.
+
+    Attributes:
+        backend: backend name forced for every device, or None to choose by device.
+        debug: check values that live on the device, on the host, at the price of a synchronisation.
+    """
+
+    backend: str | None = None
+    debug: bool = False
+
+
+def read_settings(environment: Mapping[str, str]) -> Settings:
+    """Read the settings from a mapping like `os.environ`.
+
+    Raises:
+        ContractError: `SERVING_CONV_DEBUG` is neither `0`, `1` nor empty.
+    """
+    debug = environment.get("SERVING_CONV_DEBUG", "")
+    if debug not in ("", "0", "1"):
+        raise ContractError("SERVING_CONV_DEBUG", got=repr(debug), wanted="1 or 0", remedy="unset it")
+    return Settings(backend=environment.get("SERVING_CONV_BACKEND") or None, debug=debug == "1")
+
+
+SETTINGS = read_settings(os.environ)

@@ -14,7 +14,7 @@ run: $(RUN_READY)
 	$(BIN)/serving-conv replay --check $(ARGS)
 
 test: $(TEST_READY) lint
-	$(BIN)/python -m pytest -n 2 --durations=15 $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --durations=15 $(ARGS)
 
 lint: $(TEST_READY)
 	$(BIN)/ruff check .

@@ -4,9 +4,21 @@ from importlib.metadata import PackageNotFoundError, version
 
 from serving_conv.backends import backend_for
 from serving_conv.contract import prefill_workspace_size, state_positions
-from serving_conv.errors import BackendError, ContractError, ServingConvError
+from serving_conv.errors import BackendError, CaptureError, ContractError, ServingConvError
 from serving_conv.faults import DeviceFault, clear_device_fault, device_fault
 from serving_conv.ops import causal_conv1d_fn, causal_conv1d_update
+from serving_conv.pool import (
+    ChannelPart,
+    LayerState,
+    Slot,
+    SlotCounts,
+    SlotMove,
+    SlotPackage,
+    StatePool,
+    cut_package,
+    join_packages,
+)
+from serving_conv.step import StepArguments, StepMetadata
 
 try:
     __version__ = version("serving-conv")
@@ -15,14 +27,26 @@ except PackageNotFoundError:  # a source tree on PYTHONPATH
 
 __all__ = [
     "BackendError",
+    "CaptureError",
+    "ChannelPart",
     "ContractError",
     "DeviceFault",
+    "LayerState",
     "ServingConvError",
+    "Slot",
+    "SlotCounts",
+    "SlotMove",
+    "SlotPackage",
+    "StatePool",
+    "StepArguments",
+    "StepMetadata",
     "backend_for",
     "causal_conv1d_fn",
     "causal_conv1d_update",
     "clear_device_fault",
+    "cut_package",
     "device_fault",
+    "join_packages",
     "prefill_workspace_size",
     "state_positions",
 ]

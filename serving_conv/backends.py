@@ -14,6 +14,8 @@ from torch import Tensor
 
 from serving_conv import reference
 from serving_conv.errors import BackendError
+from serving_conv.native.cuda import CudaBackend
+from serving_conv.native.host import HostBackend
 from serving_conv.settings import SETTINGS
 
 __all__ = ["Backend", "backend_for", "choose_backend"]
@@ -31,6 +33,7 @@ class Backend(Protocol):
 
     def prefill(
         self,
+        *,
         x: Tensor,
         weight: Tensor,
         conv_state: Tensor,
@@ -48,6 +51,7 @@ class Backend(Protocol):
 
     def update(
         self,
+        *,
         x: Tensor,
         weight: Tensor,
         conv_state: Tensor,
@@ -73,6 +77,7 @@ class ReferenceBackend:
 
     def prefill(
         self,
+        *,
         x: Tensor,
         weight: Tensor,
         conv_state: Tensor,
@@ -103,6 +108,7 @@ class ReferenceBackend:
 
     def update(
         self,
+        *,
         x: Tensor,
         weight: Tensor,
         conv_state: Tensor,
@@ -138,7 +144,7 @@ def _store(result: reference.Result, out: Tensor) -> None:
 
 
 # In order of preference; the first that supports the device serves it.
-_BACKENDS: tuple[Backend, ...] = (ReferenceBackend(),)
+_BACKENDS: tuple[Backend, ...] = (CudaBackend(), HostBackend(), ReferenceBackend())
 _chosen: dict[torch.device, Backend] = {}
 
 

@@ -5,7 +5,7 @@ Nothing here imports torch, so tools and trace readers can raise without loading
 
 from __future__ import annotations
 
-__all__ = ["BackendError", "ContractError", "ServingConvError", "TraceError"]
+__all__ = ["BackendError", "CaptureError", "ContractError", "ServingConvError", "TraceError"]
 
 
 class ServingConvError(Exception):
@@ -37,6 +37,10 @@ class ContractError(ServingConvError, ValueError):
 
 class BackendError(ServingConvError, RuntimeError):
     """The backend that was asked for cannot run here."""
+
+
+class CaptureError(ServingConvError, RuntimeError):
+    """Something that only works outside graph capture was asked for under it."""
 
 
 class TraceError(ServingConvError, ValueError):

@@ -4,13 +4,17 @@
 |---|---|---|
 | `SERVING_CONV_BACKEND` | a backend name | run this backend for every device instead of the device's own |
 | `SERVING_CONV_DEBUG` | `1` / `0` | check device values on the host: one synchronisation a call |
+| `SERVING_CONV_CACHE` | a folder | keeps compiled kernels; unset: `serving_conv` in the user's cache folder |
+| `SERVING_CONV_HOST_FLAGS` | g++ flags | added when the `host` backend compiles, e.g. `-fsanitize=address` |
 """
 
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from serving_conv.errors import ContractError
 
@@ -24,10 +28,14 @@ class Settings:
     Attributes:
         backend: backend name forced for every device, or None to choose by device.
         debug: check values that live on the device, on the host, at the price of a synchronisation.
+        cache_directory: where compiled kernels are kept.
+        host_flags: more flags for the `host` backend's compiler.
     """
 
     backend: str | None = None
     debug: bool = False
+    cache_directory: Path = Path()
+    host_flags: tuple[str, ...] = ()
 
 
 def read_settings(environment: Mapping[str, str]) -> Settings:
@@ -39,7 +47,13 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
     debug = environment.get("SERVING_CONV_DEBUG", "")
     if debug not in ("", "0", "1"):
         raise ContractError("SERVING_CONV_DEBUG", got=repr(debug), wanted="1 or 0", remedy="unset it")
-    return Settings(backend=environment.get("SERVING_CONV_BACKEND") or None, debug=debug == "1")
+    user_cache = environment.get("XDG_CACHE_HOME") or os.path.join(environment.get("HOME", "/tmp"), ".cache")
+    return Settings(
+        backend=environment.get("SERVING_CONV_BACKEND") or None,
+        debug=debug == "1",
+        cache_directory=Path(environment.get("SERVING_CONV_CACHE") or os.path.join(user_cache, "serving_conv")),
+        host_flags=tuple(shlex.split(environment.get("SERVING_CONV_HOST_FLAGS", ""))),
+    )
 
 
 SETTINGS = read_settings(os.environ)

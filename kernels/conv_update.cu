@@ -1,0 +1,84 @@
+// Decode and linear speculative steps: one thread owns VEC channels of a sequence, from reading its window to writing
+// it back, so no other thread ever sees a half-written slot. PACKED: offsets are given and a sequence may have several
+// rows; else each has one, and a thread takes SEQUENCES of them.
+// Grid: x sequences, y and z (a high digit) channel tiles: neighbouring blocks share their taps in the cache.
+
+#if PACKED
+// AHEAD rows are loaded before the first is needed.
+DEVICE void update(const Parameters &p, int index, i64 channel, const Taps &taps, bool report) {
+  const Sequence s = read_sequence(p, index, true, report);
+  if (!s.live) {
+    Raw<X, VEC> zero = {};
+    const int first = s.begin < 0 ? 0 : s.begin, last = s.end < p.rows ? s.end : p.rows;
+    for (int row = first; row < last; ++row) store_row(p, row, channel, zero);
+    return;
+  }
+  const int tokens = s.end - s.begin;
+  Raw<X, VEC> rows[AHEAD];
+  UNROLL for (int u = 0; u < AHEAD; ++u)
+    if (u < tokens) rows[u] = load_row(p, s.begin + u, channel);
+  Window window;
+  clear(window);
+  if (s.has_history) {
+    SlotWindow fetched;
+    fetch_window(p, s.slot, channel, s.window_start, fetched);
+    unpack_window(fetched, s.window_start, window);
+  }
+
+  const i64 offset = slot_offset(p, s.slot, channel);
+  bool stored = false;
+  if constexpr (SPECULATIVE) {
+    if (report && tokens > p.positions - WIDTH + 2) raise_fault(p.fault_flag, FAULT_STATE_TRUNCATED);
+    if constexpr (STATE_LAYOUT == 1 && AHEAD == POSITIONS - WIDTH + 2) {
+      if (tokens == AHEAD) {
+        // The step fills the slot: (last W-2 of the window, all tokens), one run of wide words.
+        float run[VEC * POSITIONS];
+        UNROLL for (int i = 0; i < VEC; ++i) {
+          UNROLL for (int tap = 1; tap < WIDTH - 1; ++tap) run[i * POSITIONS + tap - 1] = window.past[tap][i];
+          UNROLL for (int u = 0; u < AHEAD; ++u) run[i * POSITIONS + WIDTH - 2 + u] = element(rows[u], i);
+        }
+        store<State, VEC * POSITIONS, false>((char *)p.conv_state + offset * State::SIZE,
+                                             kept<State, VEC * POSITIONS>(run));
+        stored = true;
+      }
+    }
+    if (!stored) {
+      UNROLL for (int tap = 1; tap < WIDTH - 1; ++tap) store_position(p, offset, tap - 1, window.past[tap]);
+    }
+  }
+  NO_UNROLL for (int t = 0; t < tokens; t += AHEAD) {
+    UNROLL for (int u = 0; u < AHEAD; ++u)
+      if (t + u < tokens) {
+        const Raw<X, VEC> input = rows[u];
+        if (t + u + AHEAD < tokens) rows[u] = load_row(p, s.begin + t + u + AHEAD, channel);
+        store_row(p, s.begin + t + u, channel, convolve(window, taps, input));
+        if constexpr (SPECULATIVE)
+          if (!stored && WIDTH - 2 + t + u < p.positions)
+            store_position(p, offset, WIDTH - 2 + t + u, window.past[WIDTH - 2]);
+      }
+  }
+  if constexpr (!SPECULATIVE) store_window(p, s.slot, channel, window);
+}
+
+#endif
+
+KERNEL(THREADS, MIN_BLOCKS) conv_update(PARAMETER Parameters p) {
+  const i64 channel = ((i64)(blockIdx.z * gridDim.y + blockIdx.y) * THREADS + threadIdx.x) * VEC;
+  const bool active = channel < p.channels;
+  let_later_grids_start();
+  // Weights and bias are constants of the model: no earlier kernel of the step writes them.
+  const Taps taps = unpack_taps(fetch_taps(p, active ? channel : 0));
+  wait_for_earlier_grids();
+  if (!active) return;
+#if PACKED
+  update(p, (int)blockIdx.x, channel, taps, channel == 0);
+#else
+  const int first = (int)blockIdx.x * SEQUENCES, left = p.rows - first;
+  Raw<X, VEC> inputs[SEQUENCES];
+  UNROLL for (int i = 0; i < SEQUENCES; ++i)
+    if (i < left) inputs[i] = load_row(p, first + i, channel);
+  const i64 out_pitch = p.out_row_stride * X::SIZE;
+  convolve_singles<SEQUENCES>(p, taps, channel, first, left, true, channel == 0, inputs,
+                              (char *)p.out + first * out_pitch + channel * X::SIZE, out_pitch);
+#endif
+}

@@ -1,0 +1,166 @@
+// What the kernels need from the machine, for CUDA: PTX and built-ins, no header. platform_host.h gives the same
+// names in plain C++, so that the very same kernels run on a CPU under sanitizers.
+#define DEVICE static __device__ __forceinline__
+#define KERNEL(threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks)
+#define PARAMETER const __grid_constant__
+#define UNROLL _Pragma("unroll")
+#define NO_UNROLL _Pragma("unroll 1")
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+DEVICE float bits_as_float(u32 bits) { return __uint_as_float(bits); }
+DEVICE u32 float_as_bits(float value) { return __float_as_uint(value); }
+DEVICE float fused_multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+
+DEVICE float exp2_approximate(float value) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+  return result;
+}
+DEVICE float reciprocal_approximate(float value) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+  return result;
+}
+
+DEVICE float half_as_float(u16 bits) {
+  float result;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(bits));
+  return result;
+}
+DEVICE u16 float_to_half(float value) {
+  u16 result;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(result) : "f"(value));
+  return result;
+}
+DEVICE u32 floats_to_halves(float low, float high) {
+  u32 result;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+  return result;
+}
+DEVICE u16 float_to_bfloat(float value) {
+  u16 result;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(result) : "f"(value));
+  return result;
+}
+DEVICE u32 floats_to_bfloats(float low, float high) {
+  u32 result;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+  return result;
+}
+
+// One word of 2, 4, 8 or 16 bytes. STREAM: this thread alone touches the bytes, once, so keep them out of L1.
+template <int BYTES, bool STREAM>
+DEVICE void load_word(const void *from, u32 *to) {
+  if constexpr (BYTES == 2) {
+    u16 half;
+    asm volatile("ld.global.u16 %0, [%1];" : "=h"(half) : "l"(from) : "memory");
+    to[0] = half;
+  } else if constexpr (BYTES == 4) {
+    if constexpr (STREAM)
+      asm volatile("ld.global.L1::no_allocate.u32 %0, [%1];" : "=r"(to[0]) : "l"(from) : "memory");
+    else
+      asm volatile("ld.global.u32 %0, [%1];" : "=r"(to[0]) : "l"(from) : "memory");
+  } else if constexpr (BYTES == 8) {
+    if constexpr (STREAM)
+      asm volatile("ld.global.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "l"(from) : "memory");
+    else
+      asm volatile("ld.global.v2.u32 {%0,%1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "l"(from) : "memory");
+  } else {
+    static_assert(BYTES == 16, "a word is 2, 4, 8 or 16 bytes");
+    if constexpr (STREAM)
+      asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+                   : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                   : "l"(from)
+                   : "memory");
+    else
+      asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+                   : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                   : "l"(from)
+                   : "memory");
+  }
+}
+
+template <int BYTES, bool STREAM>
+DEVICE void store_word(void *to, const u32 *from) {
+  if constexpr (BYTES == 2) {
+    asm volatile("st.global.u16 [%0], %1;" ::"l"(to), "h"((u16)from[0]) : "memory");
+  } else if constexpr (BYTES == 4) {
+    if constexpr (STREAM)
+      asm volatile("st.global.cs.u32 [%0], %1;" ::"l"(to), "r"(from[0]) : "memory");
+    else
+      asm volatile("st.global.u32 [%0], %1;" ::"l"(to), "r"(from[0]) : "memory");
+  } else if constexpr (BYTES == 8) {
+    if constexpr (STREAM)
+      asm volatile("st.global.cs.v2.u32 [%0], {%1,%2};" ::"l"(to), "r"(from[0]), "r"(from[1]) : "memory");
+    else
+      asm volatile("st.global.v2.u32 [%0], {%1,%2};" ::"l"(to), "r"(from[0]), "r"(from[1]) : "memory");
+  } else {
+    static_assert(BYTES == 16, "a word is 2, 4, 8 or 16 bytes");
+    if constexpr (STREAM)
+      asm volatile("st.global.cs.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(from[0]), "r"(from[1]), "r"(from[2]),
+                   "r"(from[3])
+                   : "memory");
+    else
+      asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(from[0]), "r"(from[1]), "r"(from[2]),
+                   "r"(from[3])
+                   : "memory");
+  }
+}
+
+// Programmatic dependent launch: this grid may start while the one before it drains. Nothing that an earlier kernel
+// can write may be read before the wait, and every thread must wait, or the grid after this one could overtake it.
+DEVICE void wait_for_earlier_grids() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+DEVICE void let_later_grids_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+DEVICE void raise_fault(int *flag, int code) { atomicOr(flag, code); }
+
+// How many of the ascending values are <= key. A warp probes 32 places at a time: two rounds for 1,000 values.
+// Every thread of the warp must call it with the same arguments.
+DEVICE int count_not_above(const int *values, int count, int key) {
+  const int lane = threadIdx.x & 31;
+  int low = 0, high = count;  // the answer lies in [low, high]
+  while (high - low > 0) {
+    const int step = (high - low + 31) / 32;
+    const int place = low + lane * step;
+    const bool not_above = place < high && values[place] <= key;
+    const int hits = __popc(__ballot_sync(0xffffffffu, not_above));
+    // Lanes 0 .. hits-1 are not above: the answer is past the last of them, and at or before the next probe.
+    const int next = low + hits * step;
+    low = hits == 0 ? low : low + (hits - 1) * step + 1;
+    high = hits == 0 ? low : (next < high ? next : high);
+  }
+  return low;
+}
+
+// Shared memory, here always a thread's own: no kernel has a barrier.
+#define SHARED __shared__ __align__(128)
+
+DEVICE u32 shared_address(const void *in_shared) { return (u32)__cvta_generic_to_shared(in_shared); }
+
+// A thread's own bytes, on their way to shared memory without registers; the same thread waits for them.
+template <int BYTES>
+DEVICE void copy_ahead(void *to_shared, const void *from) {
+  if constexpr (BYTES == 2) {
+    u16 half;
+    asm volatile("ld.global.u16 %0, [%1];" : "=h"(half) : "l"(from) : "memory");
+    *(u16 *)to_shared = half;
+  } else if constexpr (BYTES == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to_shared)), "l"(from) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(to_shared)), "l"(from), "n"(BYTES)
+                 : "memory");
+  }
+}
+DEVICE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }

@@ -1,0 +1,48 @@
+"""Owns the one block of parameters that every kernel takes: its order, its C text and its packing.
+
+`kernels/parameters.cuh` is this record written out; a test compares them.
+"""
+
+from __future__ import annotations
+
+import struct
+
+__all__ = ["FIELDS", "PACKER", "parameters_header"]
+
+# (C type, name, meaning); eight-byte fields first, so that nothing is padded.
+FIELDS: tuple[tuple[str, str, str], ...] = (
+    ("const void *", "x", "[rows, channels]"),
+    ("const void *", "weight", "[channels, WIDTH]"),
+    ("const void *", "bias", "[channels], if HAS_BIAS"),
+    ("void *", "conv_state", "[slot_count, channels, positions]"),
+    ("void *", "out", "[rows, channels]"),
+    ("const int *", "cu_seqlens", "[sequences + 1], or null: one row a sequence"),
+    ("const int *", "slots", "[sequences]"),
+    ("const unsigned char *", "has_initial_state", "[sequences], or null"),
+    ("const int *", "num_accepted_tokens", "[sequences], or null"),
+    ("int *", "fault_flag", "[1], sticky"),
+    ("i64", "x_row_stride", "elements"),
+    ("i64", "out_row_stride", "elements"),
+    ("i64", "slot_stride", "elements"),
+    ("i64", "channel_stride", "elements, in a slot"),
+    ("i64", "position_stride", "elements, in a slot"),
+    ("i64", "slots_stride", "elements of slots"),
+    ("int", "rows", ""),
+    ("int", "channels", ""),
+    ("int", "sequences", ""),
+    ("int", "slot_count", ""),
+    ("int", "positions", "in a slot"),
+    ("int", "pad_slot_id", ""),
+)
+
+_CODES = {"i64": "q", "int": "i"}
+PACKER = struct.Struct("<" + "".join(_CODES.get(kind, "Q") for kind, _, _ in FIELDS))
+
+
+def parameters_header() -> str:
+    """The text of `kernels/parameters.cuh`."""
+    lines = ["// The parameters of every kernel. Generated from serving_conv/native/abi.py.", "struct Parameters {"]
+    for kind, name, meaning in FIELDS:
+        declaration = f"  {kind}{'' if kind.endswith('*') else ' '}{name};"
+        lines.append(f"{declaration}  // {meaning}" if meaning else declaration)
+    return "\n".join([*lines, "};", ""])

@@ -1,0 +1,92 @@
+"""Owns every launch choice: pure functions of sizes, with the measurement beside each threshold.
+
+Measured on one H200 (torch 2.11, CUDA 13.0), bf16, W = 4, C = 8192, in microseconds of a call in a captured graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["LaunchConfig", "choose_prefill", "choose_update"]
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchConfig:
+    """What a launch choice fixes; fields as in `Variant`.
+
+    Attributes:
+        vec: most channels a thread may own, before alignment has its say.
+        threads: of a block.
+        min_blocks: blocks that one multiprocessor must be able to hold, which bounds the registers.
+        rows: packed rows of a block (prefill).
+        sequences: sequences of a thread (update with one row each).
+    """
+
+    vec: int
+    threads: int
+    min_blocks: int
+    rows: int = 0
+    sequences: int = 0
+
+
+def _widest(bytes_each: int, width: int, most_bytes: int) -> int:
+    """Channels of a thread: `most_bytes` of row, and no more taps than registers allow (16 of them, as floats)."""
+    return max(1, min(most_bytes // bytes_each, 16 // width if width <= 4 else 2))
+
+
+def choose_prefill(
+    *, rows: int, channels: int, width: int, x_bytes: int, simple_state: bool, multiprocessors: int
+) -> LaunchConfig:
+    """Launch of `conv_prefill`.
+
+    Eight bytes a thread and 16 rows a block: 69.0 for 8192 rows and 259 for 32768, where four bytes give 77.5
+    and 371, and 8 rows a block 74.9 and 293. Too few rows for one wave of such blocks want twice as many smaller
+    threads: 512 rows take 7.17 with four bytes and 7.82 with eight.
+
+    Args:
+        rows: packed rows.
+        channels: of a row.
+        width: taps.
+        x_bytes: of an element of x.
+        simple_state: the pool has channels contiguous; the other layouts hold more of a window in registers.
+        multiprocessors: of the device.
+    """
+    threads, block_rows = 128, 16
+    vec = _widest(x_bytes, width, 8)
+    blocks = -(-channels // (threads * vec)) * -(-rows // block_rows)
+    if blocks < 5 * multiprocessors:
+        vec = _widest(x_bytes, width, 4)
+    # Registers for 8 (4 bytes) or 5 (8 bytes) blocks a multiprocessor leave nothing to spill at W <= 4.
+    small = vec * x_bytes <= 4 and vec * width <= 8
+    min_blocks = (8 if small else 5) if width <= 4 and simple_state else 3
+    return LaunchConfig(vec=vec, threads=threads, min_blocks=min_blocks, rows=block_rows)
+
+
+def choose_update(
+    *, sequences: int, channels: int, width: int, x_bytes: int, packed: bool, simple_state: bool
+) -> LaunchConfig:
+    """Launch of `conv_update`.
+
+    Latency decides below about 512 blocks: four bytes a thread and blocks of 64 give 1.20 for one sequence and
+    2.05 for eight, eight bytes 1.27 and 2.09. Then eight bytes: 3.71 for 64 sequences, four 4.26. From about 4096
+    blocks two sequences a thread share their taps: 10.4 against 10.9 for 256, 36.1 for 1024.
+
+    Args:
+        sequences: in the call.
+        channels: of a row.
+        width: taps.
+        x_bytes: of an element of x.
+        packed: offsets are given, so a thread takes one sequence with all its rows.
+        simple_state: the pool has channels contiguous.
+    """
+    vec = _widest(x_bytes, width, 8)
+    blocks = -(-channels // (128 * vec)) * sequences
+    if blocks < 512:
+        vec, threads, min_blocks, together = _widest(x_bytes, width, 4), 64, 16, 1
+    elif blocks < 4096 or packed:
+        threads, min_blocks, together = 128, 8, 1
+    else:
+        threads, min_blocks, together = 128, 6, 2
+    if width > 4 or not simple_state or packed:
+        min_blocks = 512 // threads  # 128 registers: wide windows and whole slots stay in registers
+    return LaunchConfig(vec=vec, threads=threads, min_blocks=min_blocks, sequences=together)

@@ -1,0 +1,175 @@
+"""The `cuda` backend: compiles a variant with NVRTC through cuda.core, keeps it on disk, launches it.
+
+Compiling needs no toolkit: NVRTC comes in its wheel. The disk cache is cuda.core's: entries are published by
+rename, a corrupt one is a miss, and several processes may share it. Kernels are launched with programmatic
+dependent launch where the device has it (sm_90 and up).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from serving_conv.errors import BackendError, CaptureError
+from serving_conv.faults import fault_flag
+from serving_conv.native.call import Launch, prepare_prefill, prepare_update
+from serving_conv.native.variant import Variant, source
+from serving_conv.settings import SETTINGS
+
+__all__ = ["CudaBackend", "compile_variant"]
+
+
+class CudaBackend:
+    """Runs the kernels on NVIDIA GPUs from sm_80."""
+
+    name = "cuda"
+
+    def supports(self, device: torch.device) -> bool:
+        """CUDA tensors of an NVIDIA GPU, with cuda-python installed."""
+        return (
+            device.type == "cuda"
+            and torch.version.cuda is not None
+            and _bindings_available()
+            and torch.cuda.get_device_capability(device) >= (8, 0)
+        )
+
+    def prefill(self, *, x: Tensor, workspace: Tensor | None, **arguments: Any) -> None:
+        """`causal_conv1d_fn`; the kernel needs no scratch."""
+        device = x.device
+        _run(
+            prepare_prefill(
+                x, **arguments, fault_flag=fault_flag(device), multiprocessors=_multiprocessors(device.index)
+            ),
+            device,
+        )
+
+    def update(self, *, x: Tensor, **arguments: Any) -> None:
+        """`causal_conv1d_update`."""
+        _run(prepare_update(x, **arguments, fault_flag=fault_flag(x.device)), x.device)
+
+
+@cache
+def _bindings_available() -> bool:
+    try:
+        import cuda.bindings.driver
+        import cuda.core  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+@cache
+def _multiprocessors(device_index: int) -> int:
+    return int(torch.cuda.get_device_properties(device_index).multi_processor_count)
+
+
+def compile_variant(variant: Variant, architecture: str) -> Any:
+    """Compile, or find in the disk cache, one variant as a cubin.
+
+    Args:
+        variant: the kernel.
+        architecture: as `sm_90`.
+
+    Returns:
+        cuda.core's ObjectCode.
+
+    Raises:
+        BackendError: NVRTC refuses the source; its log is in the text.
+    """
+    from cuda.core import Program, ProgramOptions
+    from cuda.core.utils import FileStreamProgramCache
+
+    options = ProgramOptions(arch=architecture, std="c++17")
+    program = Program(source(variant, "cuda"), "c++", options)
+    try:
+        with FileStreamProgramCache(SETTINGS.cache_directory / "cuda") as on_disk:
+            return program.compile("cubin", cache=on_disk)
+    except Exception as error:
+        raise BackendError(
+            variant.kernel, got=str(error)[-2000:], wanted=f"a clean compilation for {architecture}"
+        ) from error
+
+
+class _Kernel:
+    """One loaded kernel with its launch configuration, ready to go; shared by threads, hence the lock."""
+
+    def __init__(self, variant: Variant, device_index: int) -> None:
+        from cuda.bindings import driver
+
+        major, minor = torch.cuda.get_device_capability(device_index)
+        # The object must outlive the handle taken from it.
+        self._object = compile_variant(variant, f"sm_{major}{minor}")
+        self._kernel = self._object.get_kernel(variant.kernel)
+        self._handle = driver.CUkernel(int(self._kernel.handle))
+        self._launch = driver.cuLaunchKernelEx
+        self._function = _checked(driver.cuKernelGetFunction(self._handle))
+        config = driver.CUlaunchConfig()
+        config.blockDimX, config.blockDimY, config.blockDimZ = variant.threads, 1, 1
+        if major >= 9:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            value = driver.CUlaunchAttributeValue()
+            value.programmaticStreamSerializationAllowed = 1
+            attribute.value = value
+            config.attrs = [attribute]
+            config.numAttrs = 1
+        self._config = config
+        self._buffer: Any = None
+        self._lock = threading.Lock()
+
+    def launch(self, parameters: bytes, grid: tuple[int, int, int], stream: int) -> None:
+        """Launch on a raw stream handle of the current device."""
+        with self._lock:
+            if self._buffer is None:
+                self._buffer = ctypes.create_string_buffer(len(parameters))
+                self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self._buffer))
+                self._arguments_address = ctypes.addressof(self._arguments)
+            ctypes.memmove(self._buffer, parameters, len(parameters))
+            config = self._config
+            config.gridDimX, config.gridDimY, config.gridDimZ = grid
+            config.hStream = stream
+            _checked(self._launch(config, self._function, self._arguments_address, 0))
+
+
+def _checked(result: tuple[Any, ...]) -> Any:
+    status, *values = result
+    if int(status) != 0:
+        raise BackendError("cuda", got=str(status), wanted="CUDA_SUCCESS")
+    return values[0] if values else None
+
+
+_kernels: dict[tuple[Variant, int], _Kernel] = {}
+
+
+def _kernel(variant: Variant, device_index: int) -> _Kernel:
+    kernel = _kernels.get((variant, device_index))
+    if kernel is None:
+        if torch.cuda.is_current_stream_capturing():
+            raise CaptureError(
+                variant.kernel,
+                got="a kernel that is not loaded yet, under graph capture",
+                wanted="every kernel of a graph loaded before capture",
+                remedy="run the step once eagerly, or serving_conv.warmup(...), before capturing",
+            )
+        kernel = _kernels.setdefault((variant, device_index), _Kernel(variant, device_index))
+    return kernel
+
+
+def _run(launch: Launch | None, device: torch.device) -> None:
+    if launch is None:
+        return
+    if device.index == torch.cuda.current_device():
+        _launch_here(launch, device.index)
+    else:
+        with torch.cuda.device(device):
+            _launch_here(launch, device.index)
+
+
+def _launch_here(launch: Launch, device_index: int) -> None:
+    stream = torch._C._cuda_getCurrentRawStream(device_index)
+    _kernel(launch.variant, device_index).launch(launch.parameters, launch.grid, stream)

@@ -235,12 +235,11 @@ def _check_memory(given: list[tuple[TensorArgument, Tensor]]) -> None:
         for other, other_tensor in given:
             if other is argument or other_tensor.numel() == 0:
                 continue
-            if other_tensor.untyped_storage().data_ptr() != storage:
-                continue
-            if other.name == argument.may_be or (other.may_be == argument.name):
+            shared = other_tensor.untyped_storage().data_ptr() == storage
+            if other.name == argument.may_be or other.may_be == argument.name:
                 if _same_view(tensor, other_tensor):
                     continue
-            elif argument.private_storage or other.private_storage:
+            elif shared and (argument.private_storage or other.private_storage):
                 raise ContractError(
                     argument.name,
                     got=f"the storage of {other.name}",
@@ -261,7 +260,10 @@ def _same_view(a: Tensor, b: Tensor) -> bool:
 
 
 def _may_overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two views of one storage can share a byte: by extent, then by columns of a common row pitch."""
+    """Whether two views can share a byte: by extent, then by columns of a common row pitch.
+
+    By address, since two storages may hold the same memory (DLPack, NumPy).
+    """
     start_a, end_a = _byte_range(a)
     start_b, end_b = _byte_range(b)
     if end_a <= start_b or end_b <= start_a:

@@ -16,6 +16,7 @@ from torch import Tensor
 from serving_conv.backends import choose_backend
 from serving_conv.checks import check, check_values
 from serving_conv.contract import ENTRIES, PREFILL, UPDATE, Entry, Option, prefill_workspace_size
+from serving_conv.native.cuda import Plan
 from serving_conv.settings import SETTINGS
 from serving_conv.signatures import documented, schema
 
@@ -52,6 +53,26 @@ def causal_conv1d_fn(
     Empty sequences are legal. A sequence whose slot, offsets or count are out of range gets zero output, leaves
     its slot alone and sets a sticky code (`serving_conv.device_fault`).
     """
+    eager = not _needs_dispatch(x)
+    key = None
+    if eager and isinstance(x, Tensor) and x.is_cuda:
+        tensors = (
+            x,
+            weight,
+            bias,
+            conv_state,
+            out,
+            cu_seqlens,
+            cache_indices,
+            has_initial_state,
+            num_accepted_tokens,
+            workspace,
+        )
+        key = _signature("prefill", tensors, activation, pad_slot_id)
+        plan = _plans.get(key)
+        result = None if plan is None else plan.run(*tensors)
+        if result is not None:
+            return result
     arguments = {
         "x": x,
         "weight": weight,
@@ -66,9 +87,9 @@ def causal_conv1d_fn(
         "workspace": workspace,
         "pad_slot_id": pad_slot_id,
     }
-    if _needs_dispatch(x):
+    if not eager:
         return _dispatch(torch.ops.serving_conv.causal_conv1d_fn, arguments)
-    return _run(PREFILL, arguments)
+    return _run(PREFILL, arguments, key)
 
 
 @documented(UPDATE)
@@ -97,6 +118,26 @@ def causal_conv1d_update(
     zero output, leaves its slot alone and sets a sticky code (`serving_conv.device_fault`). With more than L-W+2
     tokens in a speculative step every output is right and only what fits is stored.
     """
+    eager = not _needs_dispatch(x)
+    key = None
+    if eager and isinstance(x, Tensor) and x.is_cuda:
+        tensors = (
+            x,
+            weight,
+            bias,
+            conv_state,
+            out,
+            cu_seqlens,
+            state_indices,
+            has_initial_state,
+            num_accepted_tokens,
+            None,
+        )
+        key = _signature("update", tensors, activation, pad_slot_id)
+        plan = _plans.get(key)
+        result = None if plan is None else plan.run(*tensors)
+        if result is not None:
+            return result
     arguments = {
         "x": x,
         "weight": weight,
@@ -110,9 +151,9 @@ def causal_conv1d_update(
         "out": out,
         "pad_slot_id": pad_slot_id,
     }
-    if _needs_dispatch(x):
+    if not eager:
         return _dispatch(torch.ops.serving_conv.causal_conv1d_update, arguments)
-    return _run(UPDATE, arguments)
+    return _run(UPDATE, arguments, key)
 
 
 def _needs_dispatch(x: object) -> bool:
@@ -136,7 +177,28 @@ def _dispatch(op: Any, arguments: dict[str, Any]) -> Tensor:
     return result
 
 
-def _run(entry: Entry, arguments: dict[str, Any]) -> Tensor:
+# Calls that passed their checks, by signature. A step's layers share one; sizes that change from step to step
+# make new ones, so the table is emptied when it is full rather than kept in order.
+_plans: dict[tuple[Any, ...] | None, Plan] = {}
+_MOST_PLANS = 4096
+
+
+def _signature(
+    kind: str, tensors: tuple[Tensor | None, ...], activation: str | None, pad_slot_id: int
+) -> tuple[Any, ...] | None:
+    """All that the checks and the launch depend on, but for addresses; None if something is not a tensor."""
+    try:
+        return (
+            kind,
+            activation,
+            pad_slot_id,
+            *[None if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in tensors],
+        )
+    except AttributeError:
+        return None  # the full checks have the better message
+
+
+def _run(entry: Entry, arguments: dict[str, Any], key: tuple[Any, ...] | None = None) -> Tensor:
     """The body of both overloads: check everything, then allocate, then compute."""
     sizes = check(entry, arguments)
     if SETTINGS.debug:
@@ -152,6 +214,10 @@ def _run(entry: Entry, arguments: dict[str, Any]) -> Tensor:
         if arguments["workspace"] is None and scratch:
             arguments["workspace"] = x.new_empty(scratch, dtype=torch.int32)
         backend.prefill(**arguments)
+    if key is not None and backend.name == "cuda" and not SETTINGS.debug and Plan.possible(arguments):
+        if len(_plans) >= _MOST_PLANS:
+            _plans.clear()
+        _plans[key] = Plan(entry, arguments)
     out: Tensor = arguments["out"]
     return out
 

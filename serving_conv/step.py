@@ -54,6 +54,7 @@ class StepMetadata:
     def __init__(self, max_sequences: int, device: torch.device | str = "cpu", *, pad_slot_id: int = -1) -> None:
         if max_sequences < 1:
             raise ContractError("max_sequences", got=max_sequences, wanted="1 or more")
+        _check_int32("pad_slot_id", [pad_slot_id])
         self.max_sequences = max_sequences
         self.pad_slot_id = pad_slot_id
         self._device = torch.device(device)
@@ -88,7 +89,8 @@ class StepMetadata:
             bucket: pad with empty sequences up to this many, as captured graphs need.
 
         Raises:
-            ContractError: lists of unequal lengths, a negative row count, or more sequences than the capacity.
+            ContractError: lists of unequal lengths, a negative row count, a number outside int32, or more sequences
+                than the capacity.
         """
         count = len(lengths)
         padded = count if bucket is None else bucket
@@ -111,6 +113,8 @@ class StepMetadata:
             raise ContractError("lengths", got=min(lengths), wanted="0 or more rows")
         if sum(lengths) > INT32_LIMIT:
             raise ContractError("lengths", got=f"{sum(lengths)} rows", wanted=f"at most {INT32_LIMIT} in a step")
+        _check_int32("slots", slots)
+        _check_int32("num_accepted_tokens", accepted)
         staging = self._next_staging()
         raw = staging.numpy()
         words = raw[: 4 * self._words].view(np.int32)
@@ -149,3 +153,8 @@ class StepMetadata:
             num_accepted_tokens=words[2 * n + 1 : 2 * n + 1 + count],
             rows=rows,
         )
+
+
+def _check_int32(name: str, values: Sequence[int]) -> None:
+    if values and not -INT32_LIMIT - 1 <= min(values) <= max(values) <= INT32_LIMIT:
+        raise ContractError(name, got=f"{min(values)} to {max(values)}", wanted="numbers within int32")

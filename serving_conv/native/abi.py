@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 
-__all__ = ["FIELDS", "PACKER", "parameters_header"]
+__all__ = ["FIELDS", "PACKER", "POINTERS", "parameters_header"]
 
 # (C type, name, meaning); eight-byte fields first, so that nothing is padded.
 FIELDS: tuple[tuple[str, str, str], ...] = (
@@ -37,6 +37,7 @@ FIELDS: tuple[tuple[str, str, str], ...] = (
 
 _CODES = {"i64": "q", "int": "i"}
 PACKER = struct.Struct("<" + "".join(_CODES.get(kind, "Q") for kind, _, _ in FIELDS))
+POINTERS = struct.Struct("<" + "Q" * sum(kind.endswith("*") for kind, _, _ in FIELDS))  # they come first
 
 
 def parameters_header() -> str:

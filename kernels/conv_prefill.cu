@@ -43,7 +43,8 @@ struct Segment {
   bool has_history;
 };
 
-DEVICE Segment segment_of(const Parameters &p, int sequence, int row) {
+// `continues`: the row is the block's first, which may lie inside its sequence.
+DEVICE Segment segment_of(const Parameters &p, int sequence, int row, bool continues) {
   Segment g;
   g.sequence = sequence;
   g.begin = g.first = row;
@@ -56,7 +57,7 @@ DEVICE Segment segment_of(const Parameters &p, int sequence, int row) {
     return g;
   }
   const Sequence s = read_sequence(p, sequence, false, false);
-  if (s.begin > row || s.end <= row) {  // only offsets that go backwards lead here
+  if (s.begin > row || s.end <= row || (s.begin < row && !continues)) {  // only offsets that go backwards lead here
     g.kind = ZERO;
     g.end = row + 1;
     return g;
@@ -117,7 +118,7 @@ DEVICE void compute_singles(const Parameters &p, const Taps &taps, const Tile &t
 
 DEVICE void compute_segments(const Parameters &p, const Taps &taps, const Tile &tile, Window &window, int sequence) {
   const i64 channel = tile.channel;
-  Segment g = segment_of(p, sequence, tile.row0);
+  Segment g = segment_of(p, sequence, tile.row0, true);
   SlotWindow fetched;
   if (g.has_history && g.begin == tile.row0) fetch_window(p, g.slot, channel, g.window_start, fetched);
   int row = tile.row0;
@@ -134,7 +135,7 @@ DEVICE void compute_segments(const Parameters &p, const Taps &taps, const Tile &
     }
     Segment next;
     if (until < tile.row1) {
-      next = segment_of(p, sequence_after(p, g.sequence, until), until);
+      next = segment_of(p, sequence_after(p, g.sequence, until), until, false);
       if (next.has_history) fetch_window(p, next.slot, channel, next.window_start, fetched);
     }
     if (g.kind == LIVE) {
@@ -201,7 +202,7 @@ KERNEL(THREADS, MIN_BLOCKS) conv_prefill(PARAMETER Parameters p) {
     UNROLL for (int tap = 0; tap < WIDTH - 1; ++tap)
       if (tile.row0 >= WIDTH - 1 - tap) halo[tap] = load_row(p, tile.row0 - (WIDTH - 1) + tap, tile.channel);
   }
-  const int sequence = count_not_above(p.cu_seqlens, p.sequences + 1, tile.row0) - 1;
+  const int sequence = first_above(p.cu_seqlens, p.sequences + 1, tile.row0) - 1;
   if (first_block) report_faults(p);
   if (!active) return;
   const bool owned = sequence >= 0 && sequence < p.sequences, full = tile.row1 - tile.row0 == ROWS;

@@ -126,20 +126,21 @@ DEVICE void let_later_grids_start() {
 
 DEVICE void raise_fault(int *flag, int code) { atomicOr(flag, code); }
 
-// How many of the ascending values are <= key. A warp probes 32 places at a time: two rounds for 1,000 values.
-// Every thread of the warp must call it with the same arguments.
-DEVICE int count_not_above(const int *values, int count, int key) {
+// Place of the first of the ascending values that is above key; count if none is. A warp probes 32 places at a time:
+// two rounds for 1,000 values. Every thread of the warp must call it with the same arguments. Up to 32 values the
+// answer is exact even where they do not ascend, as behind the last sequence of a padded step.
+DEVICE int first_above(const int *values, int count, int key) {
   const int lane = threadIdx.x & 31;
   int low = 0, high = count;  // the answer lies in [low, high]
-  while (high - low > 0) {
+  while (low < high) {
     const int step = (high - low + 31) / 32;
     const int place = low + lane * step;
-    const bool not_above = place < high && values[place] <= key;
-    const int hits = __popc(__ballot_sync(0xffffffffu, not_above));
-    // Lanes 0 .. hits-1 are not above: the answer is past the last of them, and at or before the next probe.
-    const int next = low + hits * step;
-    low = hits == 0 ? low : low + (hits - 1) * step + 1;
-    high = hits == 0 ? low : (next < high ? next : high);
+    const bool above = place >= high || values[place] > key;
+    const u32 lanes_above = __ballot_sync(0xffffffffu, above);
+    const int below = lanes_above ? __ffs(lanes_above) - 1 : 32;  // probes before the first one above
+    const int next = low + below * step;
+    high = below == 0 ? low : (next < high ? next : high);
+    low = below == 0 ? low : next - step + 1;
   }
   return low;
 }

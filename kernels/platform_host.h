@@ -65,12 +65,15 @@ DEVICE void wait_for_earlier_grids() {}
 DEVICE void let_later_grids_start() {}
 DEVICE void raise_fault(int *flag, int code) { *flag |= code; }
 
-DEVICE int count_not_above(const int *values, int count, int key) {
+DEVICE int first_above(const int *values, int count, int key) {
   int low = 0, high = count;
   while (low < high) {
-    const int middle = low + (high - low) / 2;
-    if (values[middle] <= key) low = middle + 1;
-    else high = middle;
+    const int step = (high - low + 31) / 32;
+    int below = 0;
+    while (below < 32 && low + below * step < high && values[low + below * step] <= key) ++below;
+    const int next = low + below * step;
+    high = below == 0 ? low : (next < high ? next : high);
+    low = below == 0 ? low : next - step + 1;
   }
   return low;
 }

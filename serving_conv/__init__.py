@@ -19,6 +19,7 @@ from serving_conv.pool import (
     join_packages,
 )
 from serving_conv.step import StepArguments, StepMetadata
+from serving_conv.warmup import warmup
 
 try:
     __version__ = version("serving-conv")
@@ -49,4 +50,5 @@ __all__ = [
     "join_packages",
     "prefill_workspace_size",
     "state_positions",
+    "warmup",
 ]

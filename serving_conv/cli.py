@@ -9,6 +9,7 @@ from typer.core import TyperGroup
 
 from serving_conv.errors import ServingConvError
 from serving_conv.replay.command import replay
+from serving_conv.warmup_command import warmup
 
 __all__ = ["app", "main"]
 
@@ -27,6 +28,7 @@ class _Commands(TyperGroup):
 
 app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
 app.command()(replay)
+app.command()(warmup)
 
 
 @app.callback()

@@ -20,7 +20,7 @@ class DeviceFault(IntFlag):
 
     NONE = 0
     OFFSETS = 1
-    """A sequence's offsets go backwards or leave `[0, R]`."""
+    """Offsets do not start at 0, go backwards or leave `[0, R]`."""
     SLOT = 2
     """A slot number is neither `pad_slot_id` nor in `[0, S)`."""
     ACCEPTED_COUNT = 4

@@ -161,6 +161,7 @@ def _classify(
         end = begin + 1
     else:
         begin, end = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
+        _raise_flag(flag, DeviceFault.OFFSETS, begin[:1] != 0)
     padding = slots == pad_slot_id
     bad_offsets = (begin < 0) | (end < begin) | (end > rows)
     empty = begin == end

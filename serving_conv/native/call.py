@@ -10,7 +10,7 @@ from serving_conv.native.abi import PACKER
 from serving_conv.native.config import LaunchConfig, choose_prefill, choose_update
 from serving_conv.native.variant import CHANNELS_CONTIGUOUS, POSITIONS_DENSE, STRIDED, Variant
 
-__all__ = ["Launch", "prepare_prefill", "prepare_update"]
+__all__ = ["Launch", "Traits", "prepare_prefill", "prepare_update", "variant_of"]
 
 _GRID_LIMIT = 32768  # of y and z; CUDA allows 65535
 _DENSE_LIMIT = 16  # positions of a dense slot that a thread holds in registers; longer slots go by strides
@@ -120,40 +120,77 @@ def _pack(
     )
 
 
-def _variant(
-    kernel: str,
-    config: LaunchConfig,
-    vec: int,
-    layout: int,
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What a variant takes from the tensors of a call, beside the launch choice.
+
+    Attributes:
+        x: type name of x and out; `weight`, `state` and `bias` likewise.
+        width: taps.
+        layout: STATE_LAYOUT of the pool.
+        positions: of a slot.
+        has_bias: a bias is given.
+        silu: an activation is applied.
+        counted: accepted counts are given.
+    """
+
+    x: str
+    weight: str
+    state: str
+    bias: str
+    width: int
+    layout: int
+    positions: int
+    has_bias: bool
+    silu: bool
+    counted: bool
+
+
+def _traits(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     conv_state: Tensor,
     activation: str | None,
-    *,
-    packed: bool = False,
-    speculative: bool = False,
-    ahead: int = 0,
-) -> Variant:
-    width = weight.shape[1]
-    return Variant(
-        kernel=kernel,
+    num_accepted_tokens: Tensor | None,
+) -> Traits:
+    return Traits(
         x=_dtype(x),
         weight=_dtype(weight),
         state=_dtype(conv_state),
         bias=_dtype(weight if bias is None else bias),
-        width=width,
+        width=weight.shape[1],
+        layout=_state_layout(conv_state),
+        positions=conv_state.shape[2],
+        has_bias=bias is not None,
+        silu=activation is not None,
+        counted=num_accepted_tokens is not None,
+    )
+
+
+def variant_of(kernel: str, traits: Traits, config: LaunchConfig, vec: int, *, packed: bool = False) -> Variant:
+    """The variant that a call with these traits runs."""
+    # A speculative step has at most L-W+2 tokens worth storing: with all of them ahead a dense slot is one run.
+    most_tokens = traits.positions - traits.width + 2
+    return Variant(
+        kernel=kernel,
+        x=traits.x,
+        weight=traits.weight,
+        state=traits.state,
+        bias=traits.bias,
+        width=traits.width,
         vec=vec,
         threads=config.threads,
         min_blocks=config.min_blocks,
-        state_layout=layout,
-        positions=conv_state.shape[2] if layout == POSITIONS_DENSE else width - 1,
-        has_bias=bias is not None,
-        silu=activation is not None,
+        state_layout=traits.layout,
+        positions=traits.positions if traits.layout == POSITIONS_DENSE else traits.width - 1,
+        has_bias=traits.has_bias,
+        silu=traits.silu,
         rows=config.rows,
         packed=packed,
-        speculative=speculative,
-        ahead=ahead,
+        # With one row a sequence a counted step leaves the same slot as a plain one.
+        speculative=packed and traits.counted,
+        ahead=(min(8, most_tokens) if traits.counted else 4) if packed else 0,
         sequences=0 if packed else config.sequences,
     )
 
@@ -178,17 +215,17 @@ def prepare_prefill(
     rows, channels = x.shape
     if rows == 0 or channels == 0:
         return None
-    layout = _state_layout(conv_state)
+    traits = _traits(x, weight, bias, conv_state, activation, num_accepted_tokens)
     config = choose_prefill(
         rows=rows,
         channels=channels,
-        width=weight.shape[1],
+        width=traits.width,
         x_bytes=x.element_size(),
-        simple_state=layout == CHANNELS_CONTIGUOUS,
+        simple_state=traits.layout == CHANNELS_CONTIGUOUS,
         multiprocessors=multiprocessors,
     )
-    vec = _aligned_vec(config.vec, x, weight, bias, conv_state, out, layout)
-    variant = _variant("conv_prefill", config, vec, layout, x, weight, bias, conv_state, activation)
+    vec = _aligned_vec(config.vec, x, weight, bias, conv_state, out, traits.layout)
+    variant = variant_of("conv_prefill", traits, config, vec)
     parameters = _pack(
         x,
         weight,
@@ -224,34 +261,18 @@ def prepare_update(
     channels, sequences = x.shape[1], state_indices.shape[0]
     if x.shape[0] == 0 or channels == 0:
         return None
-    layout = _state_layout(conv_state)
     packed = cu_seqlens is not None
+    traits = _traits(x, weight, bias, conv_state, activation, num_accepted_tokens)
     config = choose_update(
         sequences=sequences,
         channels=channels,
-        width=weight.shape[1],
+        width=traits.width,
         x_bytes=x.element_size(),
         packed=packed,
-        simple_state=layout == CHANNELS_CONTIGUOUS,
+        simple_state=traits.layout == CHANNELS_CONTIGUOUS,
     )
-    vec = _aligned_vec(config.vec, x, weight, bias, conv_state, out, layout)
-    # A speculative step has at most L-W+2 tokens worth storing: with all of them ahead a dense slot is one run.
-    most_tokens = conv_state.shape[2] - weight.shape[1] + 2
-    variant = _variant(
-        "conv_update",
-        config,
-        vec,
-        layout,
-        x,
-        weight,
-        bias,
-        conv_state,
-        activation,
-        packed=packed,
-        # With one row a sequence a counted step leaves the same slot as a plain one.
-        speculative=packed and num_accepted_tokens is not None,
-        ahead=(min(8, most_tokens) if num_accepted_tokens is not None else 4) if packed else 0,
-    )
+    vec = _aligned_vec(config.vec, x, weight, bias, conv_state, out, traits.layout)
+    variant = variant_of("conv_update", traits, config, vec, packed=packed)
     parameters = _pack(
         x,
         weight,

@@ -58,7 +58,10 @@ def choose_prefill(
         vec = _widest(x_bytes, width, 4)
     # Registers for 8 (4 bytes) or 5 (8 bytes) blocks a multiprocessor leave nothing to spill at W <= 4.
     small = vec * x_bytes <= 4 and vec * width <= 8
-    min_blocks = (8 if small else 5) if width <= 4 and simple_state else 3
+    if width <= 4 and simple_state:
+        min_blocks = 8 if small else 5
+    else:
+        min_blocks = 3 if width <= 4 or simple_state else 2
     return LaunchConfig(vec=vec, threads=threads, min_blocks=min_blocks, rows=block_rows)
 
 

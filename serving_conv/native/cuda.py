@@ -23,7 +23,7 @@ from serving_conv.native.call import Launch, prepare_prefill, prepare_update
 from serving_conv.native.variant import Variant, source
 from serving_conv.settings import SETTINGS
 
-__all__ = ["CudaBackend", "Plan", "compile_variant"]
+__all__ = ["CudaBackend", "Plan", "compile_variant", "load_variant"]
 
 
 class CudaBackend:
@@ -149,7 +149,12 @@ def _checked(result: tuple[Any, ...]) -> Any:
 _kernels: dict[tuple[Variant, int], _Kernel] = {}
 
 
-def _kernel(variant: Variant, device_index: int) -> _Kernel:
+def load_variant(variant: Variant, device_index: int) -> _Kernel:
+    """The loaded kernel of a variant on a device.
+
+    Raises:
+        CaptureError: it is not loaded and the current stream is capturing.
+    """
     kernel = _kernels.get((variant, device_index))
     if kernel is None:
         if torch.cuda.is_current_stream_capturing():
@@ -175,7 +180,7 @@ def _run(launch: Launch | None, device: torch.device) -> None:
 
 def _launch_here(launch: Launch, device_index: int) -> None:
     stream = torch._C._cuda_getCurrentRawStream(device_index)
-    _kernel(launch.variant, device_index).launch(launch.parameters, launch.grid, stream)
+    load_variant(launch.variant, device_index).launch(launch.parameters, launch.grid, stream)
 
 
 class Plan:
@@ -194,7 +199,7 @@ class Plan:
             launch = prepare_update(x, **rest, fault_flag=fault_flag(x.device))
         if launch is None:
             raise BackendError(entry.name, got="a call with nothing to compute", wanted="one that `possible` accepts")
-        self._kernel = _kernel(launch.variant, x.device.index)
+        self._kernel = load_variant(launch.variant, x.device.index)
         self._grid = launch.grid
         self._sizes = launch.parameters[POINTERS.size :]
         self._device_index: int = x.device.index

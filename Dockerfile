@@ -13,7 +13,7 @@ RUN python3 -m venv "$VIRTUAL_ENV"
 
 WORKDIR /src
 COPY . .
-RUN pip install --no-cache-dir '.[plot]'
+RUN pip install --no-cache-dir '.[cuda,plot]'
 
 WORKDIR /work
 CMD ["serving-conv", "replay", "--check"]

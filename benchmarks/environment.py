@@ -25,7 +25,7 @@ def describe(commit: str | None = None) -> dict[str, Any]:
     Args:
         commit: used where the tree has no version control beside it.
     """
-    packages = {}
+    packages: dict[str, str | None] = {}
     for name in _PACKAGES:
         try:
             packages[name] = importlib.metadata.version(name)

@@ -541,7 +541,9 @@ class Fla(_Peer):
             kernel = getattr(self._ops, name)
             while not hasattr(kernel, "configs"):
                 kernel = kernel.fn
-            kernel.configs = kernel.configs[part::parts]
+            every = kernel.__dict__.setdefault("every_config", list(kernel.configs))
+            kernel.configs = every[part::parts]
+            kernel.cache.clear()
             kernel.__dict__["do_bench"] = lambda call, quantiles: triton.testing.do_bench(
                 call, warmup=3, rep=15, quantiles=quantiles
             )

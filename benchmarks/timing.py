@@ -17,8 +17,8 @@ __all__ = ["COPY_VARIANTS", "Call", "CopyTimer", "GraphTimer", "Timer", "Timing"
 Call = Callable[[], Tensor]
 
 REPLAYS, REPETITIONS = 20, 7
-LEAST_NODES = 16  # of a graph: what a replay costs beside its nodes is spread over them
-LONGEST = 1.0  # seconds for all replays of one figure; slower calls are replayed less often
+LEAST_NODES = 8  # of a graph: what a replay costs beside its nodes is spread over them
+LONGEST = 0.6  # seconds for all replays of one figure; slower calls are replayed less often
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,15 @@ class Timing:
     replays: int
 
 
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
 class Timer(Protocol):
     """Times a rotation of calls."""
 
-    def time(self, calls: Sequence[Call], before: Call | None = None) -> Timing:
-        """Microseconds a call; with `before`, of the pair (`before`, call)."""
+    def time(self, calls: Sequence[Call], before: Call | None = None, least_nodes: int = LEAST_NODES) -> Timing:
+        """Microseconds a call of a rotation that is repeated to `least_nodes`; with `before`, of the pair."""
 
 
 class GraphTimer:
@@ -55,15 +59,15 @@ class GraphTimer:
     def __init__(self, repetitions: int = REPETITIONS) -> None:
         self._repetitions = repetitions
 
-    def time(self, calls: Sequence[Call], before: Call | None = None) -> Timing:
+    def time(self, calls: Sequence[Call], before: Call | None = None, least_nodes: int = LEAST_NODES) -> Timing:
         """See `Timer`.
 
         Raises:
             RuntimeError: the replayed graph did not write a call's result, so it does not hold the kernel.
         """
-        repeats = max(1, -(-LEAST_NODES // len(calls)))
+        repeats = -(-max(least_nodes, len(calls)) // len(calls))
         graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         # Results are kept until the end: a method that allocates its output gets a new, cold one in each call.
         results: list[Tensor] = []
         with torch.cuda.stream(stream):
@@ -81,7 +85,7 @@ class GraphTimer:
         for result in results[:2]:
             if result.is_floating_point():
                 result.fill_(float("nan"))
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin, end = _event(), _event()
         graph.replay()
         torch.cuda.synchronize()
         begin.record()
@@ -90,9 +94,8 @@ class GraphTimer:
         torch.cuda.synchronize()
         if any(bool(result.isnan().any()) for result in results[:2]):
             raise RuntimeError("the captured graph left NaN where the kernel should have written its result")
-        replays = REPLAYS
-        if begin.elapsed_time(end) / 1e3 * REPLAYS * self._repetitions > LONGEST:
-            replays = max(2, int(LONGEST / self._repetitions / (begin.elapsed_time(end) / 1e3)))
+        one = begin.elapsed_time(end) / 1e3  # seconds
+        replays = min(REPLAYS, max(2, int(LONGEST / self._repetitions / one)))
         times = []
         for _ in range(self._repetitions):
             begin.record()
@@ -133,7 +136,7 @@ template <int THREADS, int EACH> static __device__ __forceinline__ void copy(con
 """
 
 # (threads of a block, 16-byte words of a thread). The first is the plain one that ratios are taken from.
-COPY_VARIANTS = ((256, 4), (128, 1), (128, 4), (256, 2), (512, 1), (512, 4))
+COPY_VARIANTS = ((256, 4), (128, 4), (256, 1), (512, 2))
 
 
 def copy_source() -> str:
@@ -164,33 +167,39 @@ def _checked(result: tuple[Any, ...]) -> Any:
 
 
 class CopyTimer:
-    """Microseconds to copy as many bytes as a row moves: half of them read, half written; kept by size."""
+    """Microseconds to copy as many bytes as a row moves: half of them read, half written; kept by size.
 
-    def __init__(self, timer: Timer) -> None:
-        self._timer = timer
+    Args:
+        timer: of the plain kernel, which ratios are taken from.
+        quick_timer: of the other variants.
+    """
+
+    def __init__(self, timer: Timer, quick_timer: Timer) -> None:
+        self._timer, self._quick_timer = timer, quick_timer
         self._known: dict[tuple[int, int], tuple[Timing, float]] = {}
 
-    def time(self, moved_bytes: int, calls: int, device: torch.device) -> tuple[Timing, float]:
+    def time(self, moved_bytes: int, calls: int, least_nodes: int, device: torch.device) -> tuple[Timing, float]:
         """Time the copy over a rotation of `calls` buffers.
 
         Returns:
             The plain kernel's timing, and the microseconds of the best variant.
         """
         if (moved_bytes, calls) not in self._known:
-            self._known[moved_bytes, calls] = self._time(moved_bytes, calls, device)
+            self._known[moved_bytes, calls] = self._time(moved_bytes, calls, least_nodes, device)
         return self._known[moved_bytes, calls]
 
-    def _time(self, moved_bytes: int, calls: int, device: torch.device) -> tuple[Timing, float]:
+    def _time(self, moved_bytes: int, calls: int, least_nodes: int, device: torch.device) -> tuple[Timing, float]:
         words = moved_bytes // 2 // 16
         source = torch.randint(1 << 30, (calls, words * 4), dtype=torch.int32, device=device)
         target = torch.zeros_like(source)
-        timings = {
-            variant: self._timer.time([self._call(variant, source[i], target[i]) for i in range(calls)])
-            for variant in COPY_VARIANTS
-        }
+        timings: list[Timing] = []
+        for variant in COPY_VARIANTS:
+            timer = self._quick_timer if timings else self._timer
+            rotation = [self._call(variant, source[i], target[i]) for i in range(calls)]
+            timings.append(timer.time(rotation, least_nodes=least_nodes))
         if not torch.equal(source, target):
             raise RuntimeError("the copy kernel did not copy")
-        return timings[COPY_VARIANTS[0]], min(timing.us for timing in timings.values())
+        return timings[0], min(timing.us for timing in timings)
 
     @staticmethod
     def _call(variant: tuple[int, int], source: Tensor, target: Tensor) -> Call:

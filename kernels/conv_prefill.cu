@@ -56,7 +56,7 @@ DEVICE Segment segment_of(const Parameters &p, int sequence, int row, bool conti
     g.end = next > row ? next : p.rows;
     return g;
   }
-  const Sequence s = read_sequence(p, sequence, false, false);
+  const Sequence s = read_sequence(p, sequence, false);
   if (s.begin > row || s.end <= row || (s.begin < row && !continues)) {  // only offsets that go backwards lead here
     g.kind = ZERO;
     g.end = row + 1;
@@ -168,7 +168,10 @@ DEVICE void compute_segments(const Parameters &p, const Taps &taps, const Tile &
 // Sticky codes: one block looks at every sequence, its threads side by side.
 DEVICE void report_faults(const Parameters &p) {
   if (threadIdx.x == 0 && p.sequences > 0 && p.cu_seqlens[0] != 0) raise_fault(p.fault_flag, FAULT_OFFSETS);
-  for (int i = threadIdx.x; i < p.sequences; i += THREADS) read_sequence(p, i, false, true);
+  for (int i = threadIdx.x; i < p.sequences; i += THREADS) {
+    const int fault = read_sequence(p, i, false).fault;
+    if (fault) raise_fault(p.fault_flag, fault);
+  }
 }
 
 KERNEL(THREADS, MIN_BLOCKS) conv_prefill(PARAMETER Parameters p) {
@@ -211,7 +214,7 @@ KERNEL(THREADS, MIN_BLOCKS) conv_prefill(PARAMETER Parameters p) {
   bool singles = owned && full && begin == tile.row0 && end == begin + 1 && sequence + ROWS <= p.sequences;
   if (singles)
     UNROLL for (int r = 1; r < ROWS; ++r) singles &= p.cu_seqlens[sequence + r + 1] == tile.row0 + r + 1;
-  const bool live = inside && read_sequence(p, sequence, false, false).live;
+  const bool live = inside && read_sequence(p, sequence, false).live;
 
   const Taps taps = unpack_taps(raw_taps);
   UNROLL for (int tap = 0; tap < WIDTH - 1; ++tap)

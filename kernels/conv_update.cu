@@ -6,8 +6,9 @@
 #if PACKED
 // AHEAD rows are loaded before the first is needed.
 DEVICE void update(const Parameters &p, int index, i64 channel, const Taps &taps, bool report) {
-  const Sequence s = read_sequence(p, index, true, report);
-  if (report && index == 0 && s.begin != 0) raise_fault(p.fault_flag, FAULT_OFFSETS);
+  const Sequence s = read_sequence(p, index, true);
+  const int fault = s.fault | (index == 0 && s.begin != 0 ? FAULT_OFFSETS : 0);
+  if (report && fault) raise_fault(p.fault_flag, fault);
   if (!s.live) {
     Raw<X, VEC> zero = {};
     const int first = s.begin < 0 ? 0 : s.begin, last = s.end < p.rows ? s.end : p.rows;

@@ -8,7 +8,7 @@ DEVICE void convolve_singles(const Parameters &p, const Taps &taps, i64 channel,
   Sequence s[COUNT];
   SlotWindow fetched[COUNT];
   UNROLL for (int i = 0; i < COUNT; ++i)
-    if (i < count) s[i] = read_sequence(p, sequence + i, absent_history, report);
+    if (i < count) s[i] = read_sequence(p, sequence + i, absent_history);
   UNROLL for (int i = 0; i < COUNT; ++i)
     if (i < count && s[i].live && s[i].has_history)
       fetch_window(p, s[i].slot, channel, s[i].window_start, fetched[i]);
@@ -22,4 +22,6 @@ DEVICE void convolve_singles(const Parameters &p, const Taps &taps, i64 channel,
       UNROLL for (u32 &word : result.words) word = s[i].live ? word : 0;
       store<X, VEC, true>(out + i * out_pitch, result);
     }
+  UNROLL for (int i = 0; i < COUNT; ++i)
+    if (report && i < count && s[i].fault) raise_fault(p.fault_flag, s[i].fault);
 }

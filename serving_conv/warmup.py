@@ -31,6 +31,7 @@ def model_variants(
     layout: str = "channels",
     draft_tokens: int = 0,
     multiprocessors: int = _ASSUMED_MULTIPROCESSORS,
+    capability: int = 90,
 ) -> list[Variant]:
     """Every kernel that calls of one layer can run, whatever their number of rows and sequences.
 
@@ -45,6 +46,7 @@ def model_variants(
         layout: `channels` or `positions`, whichever is contiguous in the pool.
         draft_tokens: 0 without speculation.
         multiprocessors: of the device; the launch of small prefills depends on it.
+        capability: of the device, as 90.
 
     Raises:
         ContractError: a value outside the contract.
@@ -90,6 +92,7 @@ def model_variants(
             x_bytes=x_bytes,
             simple_state=simple,
             multiprocessors=multiprocessors,
+            capability=capability,
         )
         found[variant_of("conv_prefill", traits(counted=False), config, aligned(config.vec))] = None
         for packed in (False, True):
@@ -150,7 +153,9 @@ def warmup(
     """
     target = torch.device(device)
     multiprocessors = _ASSUMED_MULTIPROCESSORS
-    if architecture is None:
+    if architecture is not None:
+        capability = _capability(architecture)
+    else:
         if not torch.cuda.is_available() or not CudaBackend().supports(target):
             raise BackendError(
                 "device",
@@ -158,7 +163,9 @@ def warmup(
                 wanted="an NVIDIA GPU of sm_80 or later, with cuda-core and cuda-bindings installed",
                 remedy="give architecture='sm_90' to compile into the disk cache without a GPU",
             )
-        multiprocessors = torch.cuda.get_device_properties(target).multi_processor_count
+        properties = torch.cuda.get_device_properties(target)
+        multiprocessors = properties.multi_processor_count
+        capability = 10 * properties.major + properties.minor
     variants = model_variants(
         channels,
         width=width,
@@ -170,6 +177,7 @@ def warmup(
         layout=layout,
         draft_tokens=draft_tokens,
         multiprocessors=multiprocessors,
+        capability=capability,
     )
     for done, variant in enumerate(variants):
         if progress is not None:
@@ -181,3 +189,10 @@ def warmup(
     if progress is not None:
         progress(len(variants), len(variants))
     return len(variants)
+
+
+def _capability(architecture: str) -> int:
+    digits = architecture.removeprefix("sm_")
+    if not architecture.startswith("sm_") or not digits.isdigit() or int(digits) < 80:
+        raise ContractError("architecture", got=repr(architecture), wanted="sm_80 or later, as sm_90")
+    return int(digits)

@@ -210,6 +210,7 @@ def prepare_prefill(
     *,
     fault_flag: Tensor,
     multiprocessors: int,
+    capability: int = 80,
 ) -> Launch | None:
     """The launch of `causal_conv1d_fn`, or None if there is nothing to compute."""
     rows, channels = x.shape
@@ -223,6 +224,7 @@ def prepare_prefill(
         x_bytes=x.element_size(),
         simple_state=traits.layout == CHANNELS_CONTIGUOUS,
         multiprocessors=multiprocessors,
+        capability=capability,
     )
     vec = _aligned_vec(config.vec, x, weight, bias, conv_state, out, traits.layout)
     variant = variant_of("conv_prefill", traits, config, vec)

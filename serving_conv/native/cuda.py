@@ -51,8 +51,9 @@ class CudaBackend:
 
 def _prefill_launch(x: Tensor, arguments: dict[str, Any]) -> Launch | None:
     device = x.device
+    multiprocessors, capability = _traits_of_device(device.index)
     return prepare_prefill(
-        x, **arguments, fault_flag=fault_flag(device), multiprocessors=_multiprocessors(device.index)
+        x, **arguments, fault_flag=fault_flag(device), multiprocessors=multiprocessors, capability=capability
     )
 
 
@@ -67,8 +68,10 @@ def _bindings_available() -> bool:
 
 
 @cache
-def _multiprocessors(device_index: int) -> int:
-    return int(torch.cuda.get_device_properties(device_index).multi_processor_count)
+def _traits_of_device(device_index: int) -> tuple[int, int]:
+    """Multiprocessors, and the compute capability as 90."""
+    properties = torch.cuda.get_device_properties(device_index)
+    return int(properties.multi_processor_count), 10 * int(properties.major) + int(properties.minor)
 
 
 def compile_variant(variant: Variant, architecture: str) -> Any:

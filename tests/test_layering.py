@@ -22,10 +22,10 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("signatures", "checks", "faults"),
     ("reference", "native"),
     ("backends",),
-    ("ops",),
+    ("ops", "warmup"),
     ("pool",),
     ("step",),
-    ("replay",),
+    ("replay", "warmup_command"),
     ("cli",),
     ("__main__",),
 )

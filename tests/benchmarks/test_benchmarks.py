@@ -393,3 +393,10 @@ def test_fetch_refuses_an_unknown_peer(tmp_path: Path) -> None:
     code, text = invoke(fetch_peers.main, str(tmp_path / "peers"), "--only", "nobody")
     assert code == 2
     assert "no peer" in text
+
+
+def test_the_readme_shows_the_committed_results() -> None:
+    folder = Path(report.__file__).parent
+    text = (folder / "README.md").read_text()
+    shown = text.split("<!-- results -->\n")[1].split("<!-- /results -->")[0]
+    assert shown == report.markdown(report.read_lines(folder / "results" / "h200.jsonl"), "results/h200.png")

@@ -186,12 +186,11 @@ def test_the_host_build_gives_the_same_bits() -> None:
         flags = call.pop("has_initial_state")
         on_gpu = call["conv_state"].clone(memory_format=torch.preserve_format)
         got = serving_conv.causal_conv1d_fn(**{**call, "conv_state": on_gpu}, has_initial_state=flags, activation=None)
-        there = {name: tensor.cpu() for name, tensor in call.items()}
+        there = {name: tensor.cpu() for name, tensor in {**call, "has_initial_state": flags}.items()}
         x, out = there.pop("x"), torch.empty_like(call["x"], device="cpu")
         launch = prepare_prefill(
             x,
             **there,
-            has_initial_state=flags.cpu(),
             bias=None,
             activation=None,
             num_accepted_tokens=None,

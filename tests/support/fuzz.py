@@ -437,6 +437,8 @@ def run(
                 batch.run(edits, reverse=reverse)
                 batch.check_meaning(int(dice.integers(_BATCH)))
                 done += _BATCH
+                if done >= cases:
+                    break
     return done
 
 

@@ -199,4 +199,5 @@ def interpret(spec: Spec, sizes: Sizes, m: Metadata) -> Meaning:
 def claims(sizes: Sizes, begin: Array, end: Array, where: Array | bool = True) -> Array:
     """How many sequences claim each row: `[cases, rows]`."""
     row = np.arange(sizes.rows)
-    return ((begin[:, :, None] <= row) & (row < end[:, :, None]) & np.asarray(where)[..., None]).sum(1)
+    counts: Array = ((begin[:, :, None] <= row) & (row < end[:, :, None]) & np.asarray(where)[..., None]).sum(1)
+    return counts

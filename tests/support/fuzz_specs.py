@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
+from unittest import mock
 
 from serving_conv.native import call, host
 from serving_conv.native.config import LaunchConfig
@@ -159,9 +160,9 @@ def function_of(variant: Variant, edits: tuple[tuple[str, str], ...]) -> Any:
 @contextmanager
 def launch_choice(config: LaunchConfig) -> Iterator[None]:
     """Let `prepare_*` take the spec's choice instead of the one for a GPU-sized call."""
-    kept = call.choose_prefill, call.choose_update
-    call.choose_prefill = call.choose_update = lambda **sizes: config  # type: ignore[assignment]
-    try:
+
+    def choose(**sizes: int) -> LaunchConfig:
+        return config
+
+    with mock.patch.object(call, "choose_prefill", choose), mock.patch.object(call, "choose_update", choose):
         yield
-    finally:
-        call.choose_prefill, call.choose_update = kept

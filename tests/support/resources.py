@@ -100,7 +100,13 @@ def _pool(layout: str, channels: int, positions: int, dtype: torch.dtype) -> Ten
 
 
 def _calls(
-    x_type: torch.dtype, weight_type: torch.dtype, width: int, layout: str, channels: int, drafts: Sequence[int]
+    x_type: torch.dtype,
+    weight_type: torch.dtype,
+    width: int,
+    layout: str,
+    channels: int,
+    drafts: Sequence[int],
+    capability: int,
 ) -> Iterator[Launch | None]:
     """The calls of engines: long and short prefill, decode of few, some and many, rows, and speculative steps."""
 
@@ -130,8 +136,10 @@ def _calls(
                 -1,
                 fault_flag=flag,
                 multiprocessors=_MULTIPROCESSORS,
+                capability=capability,
             )
         for sequences in (1, 32, 1024):
+            shapes: tuple[tuple[int, bool], ...]
             if not counted:
                 shapes = ((1, False), (1, True))
             elif longer_slot_only:
@@ -164,11 +172,12 @@ _LAYOUTS = ("channels", "positions", "strided")
 def main_variants(architecture: str) -> tuple[Variant, ...]:
     """What engines run: everything on `FULL`; elsewhere what differs in kind, at the widths that press registers."""
     found: dict[Variant, None] = {}
+    capability = int(architecture.removeprefix("sm_"))
 
     def add(types: Sequence[tuple[torch.dtype, torch.dtype]], widths: Sequence[int], drafts: int) -> None:
         # 8192 channels take the vector paths; of 8191 a thread owns one.
         for (x, weight), width, layout, channels in itertools.product(types, widths, _LAYOUTS, (8192, 8191)):
-            for launch in _calls(x, weight, width, layout, channels, (drafts,)):
+            for launch in _calls(x, weight, width, layout, channels, (drafts,), capability):
                 assert launch is not None
                 found[launch.variant] = None
 

@@ -162,7 +162,7 @@ def _needs_dispatch(x: object) -> bool:
         return True
     # Anything that is not a tensor goes to the checks, whose message is better than the dispatcher's.
     return isinstance(x, Tensor) and (
-        type(x) not in (Tensor, torch.nn.Parameter) or torch._C._len_torch_dispatch_stack() > 0
+        type(x) not in (Tensor, torch.nn.Parameter) or x.is_meta or torch._C._len_torch_dispatch_stack() > 0
     )
 
 
@@ -186,7 +186,9 @@ _MOST_PLANS = 4096
 def _signature(
     kind: str, tensors: tuple[Tensor | None, ...], activation: str | None, pad_slot_id: int
 ) -> tuple[Any, ...] | None:
-    """All that the checks and the launch depend on, but for addresses; None if something is not a tensor."""
+    """All that the checks and the launch depend on, but for addresses; None if something is of a wrong kind."""
+    if type(pad_slot_id) is not int or not (activation is None or type(activation) is str):
+        return None  # 1, 1.0 and True are equal as keys, and not every object is a key
     try:
         return (
             kind,

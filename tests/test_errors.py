@@ -237,13 +237,13 @@ def test_options(entry: Entry, option: Option, device: torch.device) -> None:
     if option.choices:
         for choice in option.choices:
             call(entry, {**valid(entry, device), option.name: choice})
-        for wrong in ("relu", "SiLU", "", "None", True, False, 0, 1):
+        for wrong in ("relu", "SiLU", "", "None", True, False, 0, 1, ["silu"]):
             error = refused(entry, {**valid(entry, device), option.name: wrong}, option.name, repr(wrong))
             assert all(repr(choice) in error.wanted for choice in option.choices)
     else:
         for number in (-1, 0, -INT32_LIMIT - 1, INT32_LIMIT):
             call(entry, {**valid(entry, device), option.name: number})
-        for wrong in (None, "0", 1.0, True, torch.tensor(0)):
+        for wrong in (None, "0", 1.0, True, torch.tensor(0), [0]):
             refused(entry, {**valid(entry, device), option.name: wrong}, option.name, type(wrong).__name__, "an int")
         for number in (INT32_LIMIT + 1, -INT32_LIMIT - 2):
             refused(entry, {**valid(entry, device), option.name: number}, option.name, str(number), "int32")
@@ -447,6 +447,69 @@ def test_overlap_is_found_across_storages(entry: Entry) -> None:
     arguments["x"] = torch.from_numpy(page[:30]).view(6, 5)
     arguments["conv_state"] = torch.from_numpy(page[29:254]).view(9, 5, 5)
     refused(entry, arguments, "conv_state", "overlaps x")
+
+
+def aligned(shape: tuple[int, ...], like: torch.Tensor, page: torch.Tensor, start: int) -> torch.Tensor:
+    """A view of the page at a multiple of 16 bytes, with the shape and strides of a fresh tensor."""
+    assert start % 4 == 0
+    strides = torch.empty(shape, device="meta").stride()
+    return page.as_strided(shape, strides, start).copy_(like)
+
+
+@both
+@pytest.mark.parametrize("other", ["x", "weight", "bias", "conv_state"])
+def test_a_call_seen_before_is_checked_again(entry: Entry, other: str, device: torch.device) -> None:
+    # Same shapes, strides and types as calls that were fine, but overlapping addresses: no memory of those calls
+    # may let this one through.
+    arguments = valid(entry, device)
+    for _ in range(3):
+        call(entry, arguments)
+    page = torch.zeros(4000, device=device)
+    tensor = arguments[other]
+    out = aligned((6, 5), torch.zeros(6, 5, device=device), page, 1000)
+    clash = {"out": out, other: aligned(tuple(tensor.shape), tensor, page, 1004)}
+    before = page.clone()
+    with pytest.raises(ContractError):
+        call(entry, {**arguments, **clash})
+    assert torch.equal(page, before)
+    if other != "conv_state":
+        pool = aligned((9, 5, 5), torch.zeros(9, 5, 5, device=device), page, 2000)
+        clash = {"conv_state": pool, other: aligned(tuple(tensor.shape), tensor, page, 2220)}
+        before = page.clone()
+        with pytest.raises(ContractError):
+            call(entry, {**arguments, **clash})
+        assert torch.equal(page, before)
+    call(entry, arguments)
+
+
+@both
+def test_a_call_seen_before_keeps_its_other_rules(entry: Entry, device: torch.device) -> None:
+    arguments = valid(entry, device)
+    for _ in range(3):
+        call(entry, arguments)
+    for name, wrong in (
+        ("x", arguments["x"].double()),
+        ("weight", torch.ones(5, 4, dtype=torch.int32, device=device)),
+        ("conv_state", torch.ones(9, 5, 2, device=device)),
+        ("cu_seqlens", arguments["cu_seqlens"].long()),
+        ("activation", "relu"),
+        ("activation", True),
+        ("pad_slot_id", -1.0),
+        ("pad_slot_id", True),
+        ("pad_slot_id", 2**31),
+    ):
+        refused(entry, {**arguments, name: wrong}, name, "")
+
+
+@pytest.mark.parametrize("first", [1, True])
+def test_equal_is_not_the_same(first: object, device: torch.device) -> None:
+    # True == 1 and -1.0 == -1: a memory of earlier calls by equality would let them through.
+    arguments = {**valid(UPDATE, device), "pad_slot_id": 1}
+    for _ in range(3):
+        call(UPDATE, arguments)
+    if first is True:
+        refused(UPDATE, {**arguments, "pad_slot_id": first}, "pad_slot_id", "bool")
+    refused(UPDATE, {**arguments, "pad_slot_id": 1.0}, "pad_slot_id", "float")
 
 
 @both

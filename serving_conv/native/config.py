@@ -57,7 +57,7 @@ def choose_prefill(
         x_bytes: of an element of x.
         simple_state: the pool has channels contiguous; the other layouts hold more of a window in registers.
         multiprocessors: of the device.
-        capability: of the device, as 90; before 90 the compiler needs a few registers more.
+        capability: of the device, as 90; before it and from 120 the compiler needs a few registers more.
     """
     threads, block_rows = 128, 16
     vec = _widest(x_bytes, width, 8)
@@ -67,7 +67,7 @@ def choose_prefill(
     # Registers for 8 (4 bytes) or 5 (8 bytes) blocks a multiprocessor leave nothing to spill at W <= 4.
     small = vec * x_bytes <= 4 and vec * width <= 8
     if width <= 4 and simple_state:
-        min_blocks = (8 if capability >= 90 else 7) if small else 5
+        min_blocks = (8 if 90 <= capability < 120 else 7) if small else 5
     else:
         min_blocks = 3 if width <= 4 or simple_state else 2
     return LaunchConfig(vec=vec, threads=threads, min_blocks=min_blocks, rows=block_rows)

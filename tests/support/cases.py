@@ -295,15 +295,28 @@ def play(case: Case, device: torch.device, poison: str = "nan", seed: int = 0) -
     assert result.dtype == dtype["x"]
     assert result.device == device
     assert out is None or result is out.view
-    written = torch.from_numpy(expected.written)
+    written, stored = torch.from_numpy(expected.written), torch.from_numpy(expected.stored)
+    backwards = (n for n, (before, after) in enumerate(itertools.pairwise(offsets)) if after < before)
+    first_backwards = next(backwards, sequences)
+    open_ended = (
+        case.entry == PREFILL.entry
+        and any(slot != case.pad_slot_id for slot in slots[first_backwards:])
+        and serving_conv.backend_for(x.view) != "reference"
+    )
+    if open_ended:
+        # The kernels find the owner of a row by search, which offsets that go backwards before the padded tail lead
+        # astray: rows and slots of the call may then be written or not, but nothing else (kernels/README.md).
+        written = torch.zeros_like(written)
+        stored = torch.zeros_like(stored)
+        stored[[slot for slot in slots if 0 <= slot < pool_slots], : width - 1] = True
     defined = written & ~torch.from_numpy(expected.contested)
     got = result.cpu()[defined]
     magnitude = torch.from_numpy(expected.magnitude)[defined]
     assert_within(got, torch.from_numpy(expected.out)[defined], magnitude, width=width, activation=case.activation)
     # The bound leaves room for underflow; the rows of padding and of faulty sequences get none.
     assert not bool(got[magnitude == 0].any()), "a row of padding or of a faulty sequence is not zero"
-    stored = torch.from_numpy(expected.stored)
-    assert same_bits(pool.view.cpu(), expected.pool(before)), "pool differs from the oracle"
+    assert open_ended or same_bits(pool.view.cpu(), expected.pool(before)), "pool differs from the oracle"
+    written |= open_ended
     owned = {"conv_state": stored[:, None, :], "out": written[:, None], "x": written[:, None] if out is x else None}
     for name, guarded in guards.items():
         if name == "workspace":

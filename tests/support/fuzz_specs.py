@@ -124,7 +124,7 @@ MUTANTS: dict[str, Mutant] = {
     "count bound off by one": Mutant(
         27, (("accepted > p.positions - WIDTH + 2", "accepted > p.positions - WIDTH + 3"),)
     ),
-    "padding is not told apart": Mutant(0, (("s.live = !padding && ", "s.live = "),)),
+    "padding is not told apart": Mutant(0, (("s.live = !(padding | ", "s.live = !("),)),
     "the slot is read without history": Mutant(
         14, (("if (s[i].live && s[i].has_history) unpack_window", "if (s[i].live) unpack_window"),)
     ),

@@ -13,6 +13,7 @@
 // Grid: x channel tiles, y and z (a high digit) ranges of rows: tiles run fastest, so that the rows of one DRAM page are in flight together.
 
 constexpr int GROUP = 4;  // rows computed in one stretch, so that their latencies overlap
+constexpr int STAGES = ROWS / GROUP;  // rows arrive in stages: a block inside a sequence computes the first ones early
 constexpr int ROW_BYTES = VEC * X::SIZE;
 
 // A thread's rows of one block.
@@ -98,13 +99,15 @@ DEVICE void store_final_inputs(const Parameters &p, const Segment &g, i64 channe
 DEVICE void compute_inside(const Taps &taps, const Tile &tile, Window &window, bool live) {
   const Shared<ROW_BYTES> *input = tile.rows;
   char *out = tile.out;
-  NO_UNROLL for (int place = 0; place < ROWS; place += GROUP)
+  UNROLL for (int stage = 0; stage < STAGES; ++stage) {
+    wait_for_copies_but(STAGES - 1 - stage);
     UNROLL for (int u = 0; u < GROUP; ++u, input += THREADS, out += tile.out_pitch) {
       // Whether the sequence is padding is needed last, when its slot number has long arrived.
       Raw<X, VEC> result = convolve(window, taps, read_shared<X, VEC>(*input));
       UNROLL for (u32 &word : result.words) word = live ? word : 0;
       store<X, VEC, true>(out, result);
     }
+  }
 }
 
 DEVICE void compute_singles(const Parameters &p, const Taps &taps, const Tile &tile, int sequence) {
@@ -127,7 +130,7 @@ DEVICE void compute_segments(const Parameters &p, const Taps &taps, const Tile &
     const bool begins = g.begin >= tile.row0;
     if (begins) {
       clear(window);
-      if (g.has_history) unpack_window(fetched, g.window_start, window);
+      if (g.has_history) unpack_window(p, channel, fetched, g.window_start, window);
     } else {
       // What lies before the sequence is in the way only of rows that the block before computes.
       UNROLL for (int tap = 0; tap < WIDTH - 1; ++tap)
@@ -198,10 +201,12 @@ KERNEL(THREADS, MIN_BLOCKS) conv_prefill(PARAMETER Parameters p) {
   if (active) {
     constexpr int WORD = word_bytes<X, VEC>();
     const char *from = (const char *)p.x + (tile.row0 * p.x_row_stride + tile.channel) * X::SIZE;
-    UNROLL for (int r = 0; r < ROWS; ++r)
+    UNROLL for (int r = 0; r < ROWS; ++r) {
       if (r < tile.row1 - tile.row0)
         UNROLL for (int byte = 0; byte < ROW_BYTES; byte += WORD)
           copy_ahead<WORD>(shared_rows[r][threadIdx.x].bytes + byte, from + r * p.x_row_stride * X::SIZE + byte);
+      if (r % GROUP == GROUP - 1) close_stage_of_copies();
+    }
     UNROLL for (int tap = 0; tap < WIDTH - 1; ++tap)
       if (tile.row0 >= WIDTH - 1 - tap) halo[tap] = load_row(p, tile.row0 - (WIDTH - 1) + tap, tile.channel);
   }
@@ -219,8 +224,11 @@ KERNEL(THREADS, MIN_BLOCKS) conv_prefill(PARAMETER Parameters p) {
   const Taps taps = unpack_taps(raw_taps);
   UNROLL for (int tap = 0; tap < WIDTH - 1; ++tap)
     if (tile.row0 >= WIDTH - 1 - tap) set_input(window, tap, halo[tap]);
-  wait_for_copies();
-  if (inside) compute_inside(taps, tile, window, live);
-  else if (singles) compute_singles(p, taps, tile, sequence);
+  if (inside) {
+    compute_inside(taps, tile, window, live);
+    return;
+  }
+  wait_for_copies_but(0);
+  if (singles) compute_singles(p, taps, tile, sequence);
   else compute_segments(p, taps, tile, window, sequence);
 }

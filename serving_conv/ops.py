@@ -16,7 +16,7 @@ from torch import Tensor
 from serving_conv.backends import choose_backend
 from serving_conv.checks import check, check_values
 from serving_conv.contract import ENTRIES, PREFILL, UPDATE, Entry, Option, prefill_workspace_size
-from serving_conv.native.cuda import Plan
+from serving_conv.native.plan import Plans, Tensors
 from serving_conv.settings import SETTINGS
 from serving_conv.signatures import documented, schema
 
@@ -54,7 +54,7 @@ def causal_conv1d_fn(
     its slot alone and sets a sticky code (`serving_conv.device_fault`).
     """
     eager = not _needs_dispatch(x)
-    key = None
+    tensors = None
     if eager and isinstance(x, Tensor) and x.is_cuda:
         tensors = (
             x,
@@ -68,9 +68,7 @@ def causal_conv1d_fn(
             num_accepted_tokens,
             workspace,
         )
-        key = _signature("prefill", tensors, activation, pad_slot_id)
-        plan = _plans.get(key)
-        result = None if plan is None else plan.run(*tensors)
+        result = _PREFILL_PLANS.run(tensors, activation, pad_slot_id)
         if result is not None:
             return result
     arguments = {
@@ -89,7 +87,7 @@ def causal_conv1d_fn(
     }
     if not eager:
         return _dispatch(torch.ops.serving_conv.causal_conv1d_fn, arguments)
-    return _run(PREFILL, arguments, key)
+    return _run(PREFILL, arguments, tensors)
 
 
 @documented(UPDATE)
@@ -119,7 +117,7 @@ def causal_conv1d_update(
     tokens in a speculative step every output is right and only what fits is stored.
     """
     eager = not _needs_dispatch(x)
-    key = None
+    tensors = None
     if eager and isinstance(x, Tensor) and x.is_cuda:
         tensors = (
             x,
@@ -133,9 +131,7 @@ def causal_conv1d_update(
             num_accepted_tokens,
             None,
         )
-        key = _signature("update", tensors, activation, pad_slot_id)
-        plan = _plans.get(key)
-        result = None if plan is None else plan.run(*tensors)
+        result = _UPDATE_PLANS.run(tensors, activation, pad_slot_id)
         if result is not None:
             return result
     arguments = {
@@ -153,7 +149,7 @@ def causal_conv1d_update(
     }
     if not eager:
         return _dispatch(torch.ops.serving_conv.causal_conv1d_update, arguments)
-    return _run(UPDATE, arguments, key)
+    return _run(UPDATE, arguments, tensors)
 
 
 def _needs_dispatch(x: object) -> bool:
@@ -177,30 +173,10 @@ def _dispatch(op: Any, arguments: dict[str, Any]) -> Tensor:
     return result
 
 
-# Calls that passed their checks, by signature. A step's layers share one; sizes that change from step to step
-# make new ones, so the table is emptied when it is full rather than kept in order.
-_plans: dict[tuple[Any, ...] | None, Plan] = {}
-_MOST_PLANS = 4096
+_PREFILL_PLANS, _UPDATE_PLANS = Plans(PREFILL), Plans(UPDATE)  # the short paths
 
 
-def _signature(
-    kind: str, tensors: tuple[Tensor | None, ...], activation: str | None, pad_slot_id: int
-) -> tuple[Any, ...] | None:
-    """All that the checks and the launch depend on, but for addresses; None if something is of a wrong kind."""
-    if type(pad_slot_id) is not int or not (activation is None or type(activation) is str):
-        return None  # 1, 1.0 and True are equal as keys, and not every object is a key
-    try:
-        return (
-            kind,
-            activation,
-            pad_slot_id,
-            *[None if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in tensors],
-        )
-    except AttributeError:
-        return None  # the full checks have the better message
-
-
-def _run(entry: Entry, arguments: dict[str, Any], key: tuple[Any, ...] | None = None) -> Tensor:
+def _run(entry: Entry, arguments: dict[str, Any], tensors: Tensors | None = None) -> Tensor:
     """The body of both overloads: check everything, then allocate, then compute."""
     sizes = check(entry, arguments)
     if SETTINGS.debug:
@@ -216,10 +192,9 @@ def _run(entry: Entry, arguments: dict[str, Any], key: tuple[Any, ...] | None = 
         if arguments["workspace"] is None and scratch:
             arguments["workspace"] = x.new_empty(scratch, dtype=torch.int32)
         backend.prefill(**arguments)
-    if key is not None and backend.name == "cuda" and not SETTINGS.debug and Plan.possible(arguments):
-        if len(_plans) >= _MOST_PLANS:
-            _plans.clear()
-        _plans[key] = Plan(entry, arguments)
+    if tensors is not None and backend.name == "cuda" and not SETTINGS.debug:
+        plans = _PREFILL_PLANS if entry is PREFILL else _UPDATE_PLANS
+        plans.add(tensors, arguments["activation"], arguments["pad_slot_id"], arguments)
     out: Tensor = arguments["out"]
     return out
 

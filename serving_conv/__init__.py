@@ -6,7 +6,7 @@ from serving_conv.backends import backend_for
 from serving_conv.contract import prefill_workspace_size, state_positions
 from serving_conv.errors import BackendError, CaptureError, ContractError, ServingConvError
 from serving_conv.faults import DeviceFault, clear_device_fault, device_fault
-from serving_conv.ops import causal_conv1d_fn, causal_conv1d_update
+from serving_conv.ops import causal_conv1d_fn, causal_conv1d_step, causal_conv1d_update
 from serving_conv.pool import (
     ChannelPart,
     LayerState,
@@ -43,6 +43,7 @@ __all__ = [
     "StepMetadata",
     "backend_for",
     "causal_conv1d_fn",
+    "causal_conv1d_step",
     "causal_conv1d_update",
     "clear_device_fault",
     "cut_package",

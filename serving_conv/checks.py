@@ -18,6 +18,8 @@ from serving_conv.contract import (
     MAX_WIDTH,
     MIN_WIDTH,
     PREFILL,
+    STEP,
+    UPDATE,
     Entry,
     Layout,
     Option,
@@ -217,6 +219,13 @@ def _check_sizes(entry: Entry, sizes: Sizes, arguments: Mapping[str, object]) ->
                 wanted=f"at least {needed}",
                 remedy="size it with serving_conv.prefill_workspace_size(rows, num_sequences)",
             )
+    elif entry is STEP:
+        names = ("checkpoint_offsets", "checkpoint_tokens", "checkpoint_slots")
+        absent = [name for name in names if arguments[name] is None]
+        if 0 < len(absent) < len(names):
+            raise ContractError(
+                absent[0], got="None", wanted=f"all of {', '.join(names)}, or none of them", remedy="give all three"
+            )
     elif arguments["cu_seqlens"] is None and sizes.rows != sizes.sequences:
         raise ContractError(
             "x",
@@ -291,7 +300,7 @@ def check_values(entry: Entry, sizes: Sizes, arguments: Mapping[str, Any]) -> No
         ContractError: offsets that do not start at 0, go backwards or pass R; a slot or count out of range; a
             slot that two live sequences share.
     """
-    slots_name = "cache_indices" if entry is PREFILL else "state_indices"
+    slots_name = "state_indices" if entry is UPDATE else "cache_indices"
     pad_slot_id = arguments["pad_slot_id"]
     cu_seqlens, num_accepted_tokens = arguments["cu_seqlens"], arguments["num_accepted_tokens"]
     offsets = list(range(sizes.sequences + 1)) if cu_seqlens is None else cu_seqlens.tolist()

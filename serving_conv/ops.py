@@ -15,12 +15,12 @@ from torch import Tensor
 
 from serving_conv.backends import choose_backend
 from serving_conv.checks import check, check_values
-from serving_conv.contract import ENTRIES, PREFILL, UPDATE, Entry, Option, prefill_workspace_size
+from serving_conv.contract import ENTRIES, PREFILL, STEP, UPDATE, Entry, Option, prefill_workspace_size
 from serving_conv.native.plan import Plans, Tensors
 from serving_conv.settings import SETTINGS
 from serving_conv.signatures import documented, schema
 
-__all__ = ["causal_conv1d_fn", "causal_conv1d_update"]
+__all__ = ["causal_conv1d_fn", "causal_conv1d_step", "causal_conv1d_update"]
 
 # Library.define + impl costs 4 us a call where the custom_op decorator was measured at 28.
 _LIBRARY = torch.library.Library("serving_conv", "DEF")  # type: ignore[no-untyped-call]
@@ -68,7 +68,7 @@ def causal_conv1d_fn(
             num_accepted_tokens,
             workspace,
         )
-        result = _PREFILL_PLANS.run(tensors, activation, pad_slot_id)
+        result = _PLANS[PREFILL.name].run(tensors, activation, pad_slot_id)
         if result is not None:
             return result
     arguments = {
@@ -131,7 +131,7 @@ def causal_conv1d_update(
             num_accepted_tokens,
             None,
         )
-        result = _UPDATE_PLANS.run(tensors, activation, pad_slot_id)
+        result = _PLANS[UPDATE.name].run(tensors, activation, pad_slot_id)
         if result is not None:
             return result
     arguments = {
@@ -150,6 +150,81 @@ def causal_conv1d_update(
     if not eager:
         return _dispatch(torch.ops.serving_conv.causal_conv1d_update, arguments)
     return _run(UPDATE, arguments, tensors)
+
+
+@documented(STEP)
+def causal_conv1d_step(
+    x: Tensor,
+    weight: Tensor,
+    conv_state: Tensor,
+    cu_seqlens: Tensor,
+    cache_indices: Tensor,
+    has_initial_state: Tensor | None = None,
+    *,
+    num_accepted_tokens: Tensor | None = None,
+    speculative: Tensor | None = None,
+    checkpoint_offsets: Tensor | None = None,
+    checkpoint_tokens: Tensor | None = None,
+    checkpoint_slots: Tensor | None = None,
+    bias: Tensor | None = None,
+    activation: str | None = "silu",
+    out: Tensor | None = None,
+    pad_slot_id: int = -1,
+) -> Tensor:
+    """A whole step of an engine in one launch: what its sequences are is said per sequence, on the device.
+
+    First chunks (no initial state), later chunks, decode rows (one token with history) and speculative rows (marked
+    in `speculative`, each with its accepted count) may come in any mix and order. Outputs and slots are those of the
+    separate entries, bit for bit: a marked sequence leaves its slot as `causal_conv1d_update` with counts does, any
+    other as `causal_conv1d_fn` does.
+
+    A sequence may name checkpoints: the window after so many of its tokens in this call (its last W-1 inputs there)
+    is also written to another slot, so that a prefix can be taken up again from that token. A checkpoint's slot must
+    not be a live slot of the call. One with a bad count or slot is not written and leaves a sticky code
+    (`serving_conv.device_fault`).
+    """
+    eager = not _needs_dispatch(x)
+    tensors = None
+    if eager and isinstance(x, Tensor) and x.is_cuda:
+        tensors = (
+            x,
+            weight,
+            bias,
+            conv_state,
+            out,
+            cu_seqlens,
+            cache_indices,
+            has_initial_state,
+            num_accepted_tokens,
+            None,
+            speculative,
+            checkpoint_offsets,
+            checkpoint_tokens,
+            checkpoint_slots,
+        )
+        result = _PLANS[STEP.name].run(tensors, activation, pad_slot_id)
+        if result is not None:
+            return result
+    arguments = {
+        "x": x,
+        "weight": weight,
+        "conv_state": conv_state,
+        "cu_seqlens": cu_seqlens,
+        "cache_indices": cache_indices,
+        "has_initial_state": has_initial_state,
+        "num_accepted_tokens": num_accepted_tokens,
+        "speculative": speculative,
+        "checkpoint_offsets": checkpoint_offsets,
+        "checkpoint_tokens": checkpoint_tokens,
+        "checkpoint_slots": checkpoint_slots,
+        "bias": bias,
+        "activation": activation,
+        "out": out,
+        "pad_slot_id": pad_slot_id,
+    }
+    if not eager:
+        return _dispatch(torch.ops.serving_conv.causal_conv1d_step, arguments)
+    return _run(STEP, arguments, tensors)
 
 
 def _needs_dispatch(x: object) -> bool:
@@ -173,7 +248,7 @@ def _dispatch(op: Any, arguments: dict[str, Any]) -> Tensor:
     return result
 
 
-_PREFILL_PLANS, _UPDATE_PLANS = Plans(PREFILL), Plans(UPDATE)  # the short paths
+_PLANS = {entry.name: Plans(entry) for entry in ENTRIES}  # the short paths
 
 
 def _run(entry: Entry, arguments: dict[str, Any], tensors: Tensors | None = None) -> Tensor:
@@ -187,14 +262,15 @@ def _run(entry: Entry, arguments: dict[str, Any], tensors: Tensors | None = None
         arguments["out"] = x.new_empty(x.shape)
     if entry is UPDATE:
         backend.update(**arguments)
+    elif entry is STEP:
+        backend.step(**arguments)
     else:
         scratch = prefill_workspace_size(sizes.rows, sizes.sequences)
         if arguments["workspace"] is None and scratch:
             arguments["workspace"] = x.new_empty(scratch, dtype=torch.int32)
         backend.prefill(**arguments)
     if tensors is not None and backend.name == "cuda" and not SETTINGS.debug:
-        plans = _PREFILL_PLANS if entry is PREFILL else _UPDATE_PLANS
-        plans.add(tensors, arguments["activation"], arguments["pad_slot_id"], arguments)
+        _PLANS[entry.name].add(tensors, arguments["activation"], arguments["pad_slot_id"], arguments)
     out: Tensor = arguments["out"]
     return out
 

@@ -43,13 +43,17 @@ class CudaBackend:
         """`causal_conv1d_fn`; the kernel needs no scratch."""
         _run(prefill_launch(x, arguments), x.device)
 
+    def step(self, *, x: Tensor, **arguments: Any) -> None:
+        """`causal_conv1d_step`."""
+        _run(prefill_launch(x, arguments), x.device)
+
     def update(self, *, x: Tensor, **arguments: Any) -> None:
         """`causal_conv1d_update`."""
         _run(prepare_update(x, **arguments, fault_flag=fault_flag(x.device)), x.device)
 
 
 def prefill_launch(x: Tensor, arguments: dict[str, Any]) -> Launch | None:
-    """The launch of a checked `causal_conv1d_fn`; `arguments` are all the others but the workspace."""
+    """The launch of a checked `causal_conv1d_fn` or `causal_conv1d_step`; `arguments`: all others but a workspace."""
     device = x.device
     multiprocessors, capability = _traits_of_device(device.index)
     return prepare_prefill(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from serving_conv.contract import PREFILL, Entry
+from serving_conv.contract import UPDATE, Entry
 from serving_conv.errors import BackendError
 from serving_conv.faults import fault_flag
 from serving_conv.native.abi import PACKER, POINTERS
@@ -30,7 +30,8 @@ except ImportError:  # pragma: no cover
 __all__ = ["Plan", "Plans"]
 
 Tensors = tuple[Tensor | None, ...]
-"""x, weight, bias, conv_state, out, cu_seqlens, slots, has_initial_state, num_accepted_tokens, workspace."""
+"""x, weight, bias, conv_state, out, cu_seqlens, slots, has_initial_state, num_accepted_tokens, workspace; and of a step
+speculative, checkpoint_offsets, checkpoint_tokens, checkpoint_slots."""
 
 _OUT = 4
 _MOST_RECENT, _MOST_PLANS, _MOST_ADDRESSES = 4, 4096, 4096
@@ -44,14 +45,17 @@ def _nothing(size: int) -> Tensor:
     return torch.empty(size).as_subclass(_Nothing)
 
 
+_OF_STEP = ("speculative", "checkpoint_offsets", "checkpoint_tokens", "checkpoint_slots")
+
 # Guards refuse one tensor twice, so each argument has its own.
-_ABSENT = tuple(_nothing(0) for _ in range(10))
+_NOTHING_OF_STEP = (0, 0, 0, 0)
+_ABSENT = tuple(_nothing(0) for _ in range(14))
 _IN_PLACE = _nothing(1)  # `out` is `x`
 
 
 def _guarded(tensors: Tensors) -> list[Tensor | None]:
-    x, weight, bias, conv_state, out, cu_seqlens, slots, flags, counts, workspace = tensors
-    return [
+    x, weight, bias, conv_state, out, cu_seqlens, slots, flags, counts, workspace, *of_step = tensors
+    guarded = [
         x,
         weight,
         _ABSENT[2] if bias is None else bias,
@@ -63,6 +67,9 @@ def _guarded(tensors: Tensors) -> list[Tensor | None]:
         _ABSENT[8] if counts is None else counts,
         _ABSENT[9] if workspace is None else workspace,
     ]
+    for place, tensor in enumerate(of_step, 10):
+        guarded.append(_ABSENT[place] if tensor is None else tensor)
+    return guarded
 
 
 def _signature(tensors: Tensors, activation: str | None, pad_slot_id: int) -> tuple[Any, ...] | None:
@@ -85,7 +92,7 @@ class Plan:
     def __init__(self, entry: Entry, arguments: dict[str, Any], given_out: bool) -> None:
         x: Tensor = arguments["x"]
         rest = {name: value for name, value in arguments.items() if name not in ("x", "workspace")}
-        if entry is PREFILL:
+        if entry is not UPDATE:
             launch = prefill_launch(x, rest)
         else:
             launch = prepare_update(x, **rest, fault_flag=fault_flag(x.device))
@@ -97,9 +104,9 @@ class Plan:
         out: Tensor = arguments["out"]
         self._shape = x.shape
         self._like_x = x.is_contiguous()
-        self._private_storage = entry is PREFILL and given_out
-        self._in_place = entry is not PREFILL and out.stride() == x.stride()
-        slots = arguments["cache_indices" if entry is PREFILL else "state_indices"]
+        self._private_storage = entry is not UPDATE and given_out
+        self._in_place = entry is UPDATE and out.stride() == x.stride()
+        slots = arguments["state_indices" if entry is UPDATE else "cache_indices"]
         self._reads = tuple(
             _extent(t)
             for t in (
@@ -110,6 +117,7 @@ class Plan:
                 slots,
                 arguments["has_initial_state"],
                 arguments["num_accepted_tokens"],
+                *(arguments.get(name) for name in _OF_STEP),
             )
         )
         self._state_extent = _extent(arguments["conv_state"])
@@ -137,6 +145,7 @@ class Plan:
         has_initial_state: Tensor | None,
         num_accepted_tokens: Tensor | None,
         workspace: Tensor | None,
+        *of_step: Tensor | None,
     ) -> Tensor | None:
         """Make the call; None, and nothing done, if these addresses need the full checks."""
         device_index = self._device_index
@@ -146,7 +155,7 @@ class Plan:
             # A dense x has the strides that the output wants, and is allocated like in half the time.
             out = torch.empty_like(x) if self._like_x else x.new_empty(self._shape)
         elif self._private_storage and not _owns_its_storage(out, self._out_extent):
-            tensors = (x, weight, bias, conv_state, cu_seqlens, slots, has_initial_state, num_accepted_tokens)
+            tensors = (x, weight, bias, conv_state, cu_seqlens, slots, has_initial_state, num_accepted_tokens, *of_step)
             if _shares_storage(out, (*tensors, workspace)):
                 return None
         addresses = (
@@ -160,6 +169,7 @@ class Plan:
             0 if has_initial_state is None else has_initial_state.data_ptr(),
             0 if num_accepted_tokens is None else num_accepted_tokens.data_ptr(),
             self._fault_flag,
+            *([0 if t is None else t.data_ptr() for t in of_step] or _NOTHING_OF_STEP),
         )
         if addresses not in self._sound:
             if not self._is_sound(addresses):
@@ -168,7 +178,7 @@ class Plan:
                 self._sound.clear()
             self._sound.add(addresses)
         if workspace is not None:
-            tensors = (x, weight, bias, conv_state, cu_seqlens, slots, has_initial_state, num_accepted_tokens)
+            tensors = (x, weight, bias, conv_state, cu_seqlens, slots, has_initial_state, num_accepted_tokens, *of_step)
             if _shares_storage(workspace, (*tensors, out)):
                 return None
         self._launch.launch(addresses, torch._C._cuda_getCurrentRawStream(device_index))
@@ -176,11 +186,11 @@ class Plan:
 
     def _is_sound(self, addresses: tuple[int, ...]) -> bool:
         """Whether the widest words fit these addresses, and nothing that is written overlaps anything else."""
-        x, weight, bias, state, out, offsets, slots, flags, counts, _ = addresses
+        x, weight, bias, state, out, offsets, slots, flags, counts, _, *of_step = addresses
         if (x | weight | bias | state | out) & 15:
             return False
         state_end, out_end = state + self._state_extent, out + self._out_extent
-        for at, extent in zip((x, weight, bias, offsets, slots, flags, counts), self._reads, strict=True):
+        for at, extent in zip((x, weight, bias, offsets, slots, flags, counts, *of_step), self._reads, strict=True):
             if at < state_end and state < at + extent:
                 return False
             if at < out_end and out < at + extent and not (self._in_place and at == x == out):

@@ -24,6 +24,10 @@ NAMES = (
     "has_initial_state",
     "num_accepted_tokens",
     "workspace",
+    "speculative",
+    "checkpoint_offsets",
+    "checkpoint_tokens",
+    "checkpoint_slots",
 )
 
 
@@ -55,7 +59,7 @@ def call() -> dict[str, Any]:
 
 
 def tensors_of(arguments: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(arguments[name] for name in NAMES)
+    return tuple(arguments.get(name) for name in NAMES)
 
 
 @pytest.fixture(params=["guards", "table"])
@@ -91,6 +95,8 @@ OTHER: dict[str, Callable[[dict[str, Any]], Any]] = {
     "counts": lambda c: c.update(num_accepted_tokens=torch.ones(3, dtype=torch.int32)),
     "flags": lambda c: c.update(has_initial_state=torch.ones(3, dtype=torch.bool)),
     "out": lambda c: c.update(out=torch.empty(3, 8)),
+    "drafts": lambda c: c.update(speculative=torch.ones(3, dtype=torch.bool)),
+    "checkpoints": lambda c: c.update(checkpoint_slots=torch.ones(3, dtype=torch.int32)),
     "in place": lambda c: c.update(out=c["x"]),
     "no tensor": lambda c: c.update(slots=[0, 1, 2]),
     "a number": lambda c: c.update(bias=0),
@@ -143,7 +149,7 @@ def test_unaligned_calls_make_no_plan() -> None:
 
 def plan_of(reads: tuple[int, ...], *, in_place: bool = False) -> Plan:
     plan = Plan.__new__(Plan)
-    plan._reads, plan._state_extent, plan._out_extent, plan._in_place = reads, 256, 128, in_place
+    plan._reads, plan._state_extent, plan._out_extent, plan._in_place = (*reads, 0, 0, 0, 12), 256, 128, in_place
     return plan
 
 
@@ -158,6 +164,7 @@ def plan_of(reads: tuple[int, ...], *, in_place: bool = False) -> Plan:
         ({"slots": 4252}, False),
         ({"counts": 8192 + 124}, False),  # in out
         ({"counts": 8192 + 128}, True),  # right behind it
+        ({"checkpoint_slots": 4096}, False),
         ({"out": 4224}, False),
         ({"out": 1024}, False),  # x itself, but not in place
     ],
@@ -174,6 +181,10 @@ def test_addresses_are_looked_at(changed: dict[str, int], sound: bool) -> None:
         "flags": 16640,
         "counts": 16768,
         "flag": 20480,
+        "speculative": 0,
+        "checkpoint_offsets": 0,
+        "checkpoint_tokens": 0,
+        "checkpoint_slots": 24576,
     }
     plan = plan_of((128 + 96, 64, 16, 16, 12, 3, 12))
     assert plan._is_sound(tuple({**at, **changed}.values())) is sound
@@ -181,5 +192,5 @@ def test_addresses_are_looked_at(changed: dict[str, int], sound: bool) -> None:
 
 def test_in_place_means_x_itself() -> None:
     plan = plan_of((128, 64, 16, 0, 12, 0, 0), in_place=True)
-    assert plan._is_sound((1024, 2048, 3072, 4096, 1024, 0, 16512, 0, 0, 20480))
-    assert not plan._is_sound((1024, 2048, 3072, 4096, 1040, 0, 16512, 0, 0, 20480))
+    assert plan._is_sound((1024, 2048, 3072, 4096, 1024, 0, 16512, 0, 0, 20480, 0, 0, 0, 0))
+    assert not plan._is_sound((1024, 2048, 3072, 4096, 1040, 0, 16512, 0, 0, 20480, 0, 0, 0, 0))

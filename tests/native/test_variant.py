@@ -45,6 +45,7 @@ OTHER = {
     "rows": 8,
     "packed": True,
     "speculative": True,
+    "checkpoints": True,
     "ahead": 4,
     "sequences": 1,
 }
@@ -102,7 +103,15 @@ def test_an_edit_of_any_file_changes_the_source(
             module, "read_kernel_file", lambda name, edited=edited: read(name) + "\n" * (name == edited)
         )
         assert source(variant, platform) != before, edited
-    common = {"parameters.cuh", "channels.cuh", "window.cuh", "sequence.cuh", "singles.cuh", f"{variant.kernel}.cu"}
+    common = {
+        "parameters.cuh",
+        "channels.cuh",
+        "window.cuh",
+        "sequence.cuh",
+        "checkpoints.cuh",
+        "singles.cuh",
+        f"{variant.kernel}.cu",
+    }
     own = {"platform_cuda.cuh"} if platform == "cuda" else {"platform_host.h", "host_entry.cc"}
     assert files == common | own
 

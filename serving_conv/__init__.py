@@ -6,6 +6,7 @@ from serving_conv.backends import backend_for
 from serving_conv.contract import prefill_workspace_size, state_positions
 from serving_conv.errors import BackendError, CaptureError, ContractError, ServingConvError
 from serving_conv.faults import DeviceFault, clear_device_fault, device_fault
+from serving_conv.graphs import Bucket, StepGraphs
 from serving_conv.ops import causal_conv1d_fn, causal_conv1d_step, causal_conv1d_update
 from serving_conv.pool import (
     ChannelPart,
@@ -18,7 +19,7 @@ from serving_conv.pool import (
     cut_package,
     join_packages,
 )
-from serving_conv.step import StepArguments, StepMetadata
+from serving_conv.step import Checkpoint, StepArguments, StepMetadata
 from serving_conv.warmup import warmup
 
 try:
@@ -28,8 +29,10 @@ except PackageNotFoundError:  # a source tree on PYTHONPATH
 
 __all__ = [
     "BackendError",
+    "Bucket",
     "CaptureError",
     "ChannelPart",
+    "Checkpoint",
     "ContractError",
     "DeviceFault",
     "LayerState",
@@ -40,6 +43,7 @@ __all__ = [
     "SlotPackage",
     "StatePool",
     "StepArguments",
+    "StepGraphs",
     "StepMetadata",
     "backend_for",
     "causal_conv1d_fn",

@@ -165,3 +165,12 @@ DEVICE void copy_ahead(void *to_shared, const void *from) {
   }
 }
 DEVICE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// Copies in batches: wait until all but the latest PENDING batches of this thread have arrived.
+DEVICE void end_batch_of_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING>
+DEVICE void wait_for_batches() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+DEVICE void add_to(float *sum, float value) { atomicAdd(sum, value); }

@@ -16,11 +16,9 @@ struct BackwardParameters {
   i64 dx_batch_stride;  // elements
   i64 dx_row_stride;  // elements
   int rows_per_batch;
-  int first_row;  // of each batch: dx and the sums begin here
   int rows_of_run;
   int runs_per_batch;
   int runs;  // of all batches
   int initial_count;  // sequences with a place in dinitial
   int final_count;  // sequences with a place in dfinal
-  int unused;  // pads the block to eight bytes
 };

@@ -234,7 +234,7 @@ KERNEL(THREADS, MIN_BLOCKS) conv_backward(PARAMETER BackwardParameters b) {
   const u32 index = blockIdx.z * gridDim.y + blockIdx.y;
   if (index >= (u32)b.runs) return;
   const int batch = (int)(index / (u32)b.runs_per_batch);
-  const int place = b.first_row + (int)(index % (u32)b.runs_per_batch) * b.rows_of_run;  // in its batch
+  const int place = (int)(index % (u32)b.runs_per_batch) * b.rows_of_run;  // in its batch
   Run run;
   run.channel = ((i64)blockIdx.x * THREADS + threadIdx.x) * VEC;
   run.batch_begin = batch * b.rows_per_batch;

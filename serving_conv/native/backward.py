@@ -85,7 +85,6 @@ def prepare_backward(
     *,
     activation: str | None,
     ordered: bool,
-    first_row: int = 0,
     multiprocessors: int,
     choose: Callable[..., LaunchConfig] = choose_backward,
 ) -> tuple[list[Launch], list[Any]]:
@@ -102,23 +101,22 @@ def prepare_backward(
         buffers: where the gradients go.
         activation: SiLU unless None.
         ordered: the sums of dweight and dbias are added in one fixed order.
-        first_row: rows before it (in each batch) get no gradient and are in no sum.
         multiprocessors: of the device.
         choose: the launch choice.
     """
     batches, rows, channels = x.shape
     width = weight.shape[1]
-    if batches == 0 or channels == 0 or rows <= first_row:
+    if batches == 0 or channels == 0 or rows == 0:
         return [], []
     config = choose(
-        rows=rows - first_row,
+        rows=rows,
         batches=batches,
         channels=channels,
         width=width,
         x_bytes=x.element_size(),
         multiprocessors=multiprocessors,
     )
-    runs_per_batch = -(-(rows - first_row) // config.rows)
+    runs_per_batch = -(-rows // config.rows)
     runs = runs_per_batch * batches
     terms = width + (bias is not None)
     sums = buffers.dweight is not None or buffers.dbias is not None
@@ -181,13 +179,11 @@ def prepare_backward(
             *dout.stride(),
             *((0, 0) if buffers.dx is None else buffers.dx.stride()[:2]),
             rows,
-            first_row,
             config.rows,
             runs_per_batch,
             run_count,
             0 if buffers.dinitial is None else buffers.dinitial.shape[0],
             0 if dfinal is None else dfinal.shape[0],
-            0,
         )
 
     tiles = -(-channels // (config.threads * vec))

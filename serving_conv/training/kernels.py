@@ -18,7 +18,7 @@ from serving_conv.native import cuda, host
 from serving_conv.native.backward import BackwardBuffers
 from serving_conv.training import reference
 
-__all__ = ["convolve", "gradients", "input_gradients"]
+__all__ = ["convolve", "gradients"]
 
 _BACKWARD_KERNELS = {"cuda": cuda.run_backward, "host": host.run_backward}
 
@@ -216,37 +216,3 @@ def _dinitial_buffer(initial: Tensor, dfinal: Tensor | None, *, written: bool) -
         known = min(shape[0], dfinal.shape[0])
         buffer[:known].copy_(dfinal[:known])
     return buffer
-
-
-def input_gradients(
-    dx: Tensor,
-    first_row: int,
-    dout: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    initial: Tensor | None,
-    cu_seqlens: Tensor | None,
-    dfinal: Tensor,
-    *,
-    activation: str | None,
-) -> None:
-    """Write rows `first_row :` of dx again, now with the gradient of the final windows; arguments as `gradients`."""
-    run = _backward_kernel(x)
-    if run is None:
-        found = reference.backward(dout, x, weight, bias, initial, cu_seqlens, dfinal, activation=activation)
-        dx[:, first_row:] = found.dx[:, first_row:]
-        return
-    run(
-        dout,
-        x,
-        weight,
-        bias,
-        initial,
-        cu_seqlens,
-        _flat_dfinal(dfinal),
-        BackwardBuffers(dx=dx, dweight=None, dbias=None, dinitial=None),
-        activation=activation,
-        ordered=True,
-        first_row=first_row,
-    )

@@ -162,26 +162,33 @@ def backward(
         total = _sums(windows, wide_weight, None if bias is None else _wide(bias, x.dtype))
         s = torch.sigmoid(total)
         g = g * (s + total * s * (1.0 - s))
-    # Tap by tap: what each row's sum gives to the inputs it met, which lie in its sequence or in its initial window.
+    # Gathered, never scattered, so that the order of every sum is fixed on every device.
+    begin, end = rows.offsets[:-1], rows.offsets[1:]
     row = torch.arange(g.shape[0], device=x.device)
+    row_end = torch.where(rows.sequence >= 0, end[rows.sequence.clamp(min=0)], row + 1) if sequences else row + 1
     dx, dinitial = torch.zeros_like(g), g.new_zeros((sequences, width - 1, g.shape[1]))
-    dweight = []
-    for tap in range(width - 1, -1, -1):
-        target = row - (width - 1) + tap
-        inside = (target >= rows.begin).nonzero()[:, 0]
-        outside = ((target < rows.begin) & (rows.sequence >= 0)).nonzero()[:, 0]
-        part = g * wide_weight[:, tap]
-        dx.index_add_(0, target[inside], part[inside])
-        place = (target - rows.begin + (width - 1))[outside]
-        dinitial.view(-1, g.shape[1]).index_add_(0, rows.sequence[outside] * (width - 1) + place, part[outside])
-        dweight.append((g * windows[tap]).sum(0))
-    if dfinal is not None:
-        begin, end = rows.offsets[:-1], rows.offsets[1:]
+    dweight = [(g * windows[tap]).sum(0) for tap in range(width)]
+    for behind in range(width):
+        tap = wide_weight[:, width - 1 - behind]
+        dx = dx + _at(g, row + behind, row + behind < row_end) * tap
         for position in range(width - 1):
-            target = end - (width - 1) + position
-            given = _wide(dfinal[:, :, position], x.dtype)
-            inside, outside = (target >= begin).nonzero()[:, 0], (target < begin).nonzero()[:, 0]
-            dx.index_add_(0, target[inside], given[inside])
-            place = (target - begin + (width - 1))[outside]
-            dinitial.view(-1, g.shape[1]).index_add_(0, outside * (width - 1) + place, given[outside])
-    return Gradients(dx.view(x.shape), torch.stack(dweight[::-1], 1), g.sum(0), dinitial.transpose(1, 2))
+            reader = begin + position - (width - 1) + behind
+            dinitial[:, position] += _at(g, reader, (reader >= begin) & (reader < end)) * tap
+    if dfinal is not None:
+        given = _wide(dfinal, x.dtype).transpose(1, 2)
+        place = row - row_end + (width - 1)
+        known = (place >= 0) & (rows.sequence >= 0)
+        where = rows.sequence.clamp(min=0) * (width - 1) + place.clamp(min=0)
+        dx = dx + _at(given.reshape(-1, g.shape[1]), where, known)
+        for position in range(width - 1):
+            place = position - (end - begin)
+            part = given.gather(1, place.clamp(min=0)[:, None, None].expand(-1, 1, g.shape[1]))[:, 0]
+            dinitial[:, position] += torch.where((place >= 0)[:, None], part, 0.0)
+    return Gradients(dx.view(x.shape), torch.stack(dweight, 1), g.sum(0), dinitial.transpose(1, 2))
+
+
+def _at(values: Tensor, where: Tensor, known: Tensor) -> Tensor:
+    """Rows of `values`, zeros where they are not `known`."""
+    if values.shape[0] == 0:
+        return values.new_zeros((where.shape[0], values.shape[1]))
+    return torch.where(known[:, None], values[where.clamp(0, values.shape[0] - 1)], 0.0)

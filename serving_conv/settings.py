@@ -6,7 +6,7 @@
 | `SERVING_CONV_DEBUG` | `1` / `0` | check device values on the host: one synchronisation a call |
 | `SERVING_CONV_CACHE` | a folder | keeps compiled kernels; unset: `serving_conv` in the user's cache folder |
 | `SERVING_CONV_HOST_FLAGS` | g++ flags | added when the `host` backend compiles, e.g. `-fsanitize=address` |
-| `CAUSAL_CONV1D_DETERMINISTIC` | a leading `1` / `0` | how the training path sums gradients of parameters; else torch decides |
+| `CAUSAL_CONV1D_DETERMINISTIC` | a leading `1` / `0` | ordered sums in the training path; else torch decides |
 
 The last is causal-conv1d's own switch, which that library and Megatron-Core read at every call; so does this one.
 """

@@ -208,6 +208,4 @@ register(
     _backward,
     _fake_backward,
 )
-torch.library.register_autograd(
-    "serving_conv::conv1d_forward", _differentiate, setup_context=_setup, lib=LIBRARY
-)
+torch.library.register_autograd("serving_conv::conv1d_forward", _differentiate, setup_context=_setup, lib=LIBRARY)

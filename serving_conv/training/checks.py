@@ -28,7 +28,7 @@ def _same_device(name: str, tensor: Tensor, x: Tensor) -> None:
 
 
 def check_convolution(x: object, weight: object, bias: object, activation: object) -> None:
-    """x `[B, T, D]`, weight `[D, W]`, bias `[D]` or None, activation.
+    """X `[B, T, D]`, weight `[D, W]`, bias `[D]` or None, activation.
 
     Raises:
         ContractError: the first rule that is broken.
@@ -46,7 +46,7 @@ def check_convolution(x: object, weight: object, bias: object, activation: objec
             raise ContractError(name, got=f"{channels} channels", wanted=f"{x.shape[2]}, the last axis of x")
         if tensor.dtype not in _TYPES or (tensor.dtype == torch.float64) != (x.dtype == torch.float64):
             wanted = "torch.float64 as x" if x.dtype == torch.float64 else f"one of {', '.join(FLOAT_TYPES)}"
-            raise ContractError(name, got=str(tensor.dtype), wanted=wanted, remedy="convert it; nothing casts in silence")
+            raise ContractError(name, got=str(tensor.dtype), wanted=wanted, remedy="convert it before the call")
         _same_device(name, tensor, x)
         if name != "x" and not tensor.is_contiguous():
             strides = list(tensor.stride())

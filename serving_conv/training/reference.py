@@ -45,6 +45,10 @@ def _wide(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(torch.float64 if dtype == torch.float64 else torch.float32)
 
 
+def _flat(x: Tensor) -> Tensor:
+    return x.reshape(x.shape[0] * x.shape[1], x.shape[2])
+
+
 def _rows(x: Tensor, cu_seqlens: Tensor | None) -> _Rows:
     batches, rows, _ = x.shape
     offsets = torch.arange(batches + 1, device=x.device) * rows if cu_seqlens is None else cu_seqlens.long()
@@ -57,7 +61,7 @@ def _rows(x: Tensor, cu_seqlens: Tensor | None) -> _Rows:
 
 def _windows(x: Tensor, rows: _Rows, initial: Tensor | None, width: int) -> Tensor:
     """`[W, R, D]`: the input that each tap of each row meets."""
-    flat = x.reshape(-1, x.shape[2])
+    flat = _flat(x)
     row = torch.arange(flat.shape[0], device=x.device)
     taps = []
     for tap in range(width):
@@ -113,7 +117,7 @@ def forward(
 
 
 def _final(x: Tensor, rows: _Rows, initial: Tensor | None, width: int) -> Tensor:
-    flat = x.reshape(-1, x.shape[2])
+    flat = _flat(x)
     begin, end = rows.offsets[:-1], rows.offsets[1:]
     final = x.new_zeros((begin.shape[0], x.shape[2], width - 1))
     for position in range(width - 1):
@@ -179,7 +183,7 @@ def backward(
         place = row - row_end + (width - 1)
         known = (place >= 0) & (rows.sequence >= 0)
         where = rows.sequence.clamp(min=0) * (width - 1) + place.clamp(min=0)
-        dx = dx + _at(given.reshape(-1, g.shape[1]), where, known)
+        dx = dx + _at(given.reshape(sequences * (width - 1), g.shape[1]), where, known)
         for position in range(width - 1):
             place = position - (end - begin)
             part = given.gather(1, place.clamp(min=0)[:, None, None].expand(-1, 1, g.shape[1]))[:, 0]

@@ -12,7 +12,8 @@
 //
 // The sums of a run go to one place of their own (ORDERED, then sum_partials adds them in order) or by atomics to one
 // place for all runs. dx and the initial window's gradient never depend on the order of blocks or the cut into runs.
-// Grid: x channel tiles, y and z (a high digit) runs, as in conv_prefill.
+// Initial windows come with channels contiguous (STATE_LAYOUT 0). Grid: x channel tiles, y and z (a high digit) runs,
+// as in conv_prefill.
 
 constexpr int GROUP = 4;                 // rows between two waits
 constexpr int STAGES = AHEAD / GROUP;    // of the ring
@@ -26,12 +27,13 @@ struct Ring {
 
 // A thread's run. Rows count through the whole batch, [0, batches * rows_per_batch).
 struct Run {
-  const char *x, *dout;       // at row0
+  const char *x, *dout;       // at the next row to ask for
   char *dx;                   // at row0, or null
   i64 x_pitch, dout_pitch, dx_pitch;  // bytes
   i64 channel;
   int row0, row1;             // owned: dx is written, the sums are taken
   int stop;                   // first row that is not looked at
+  int batch;
   int batch_begin, batch_end;
 };
 
@@ -87,30 +89,25 @@ DEVICE int sequence_after(const Parameters &p, int sequence, int row) {
   return low;
 }
 
-// One input of a sequence's initial window. Element by element unless channels are contiguous: a whole window in
-// registers has no index, and only the rows at a sequence's begin come here.
-DEVICE void set_initial_input(const Parameters &p, const Run &run, int sequence, int position, Window &window, int tap) {
-  const char *from = (const char *)p.conv_state +
-                     (slot_offset(p, sequence, run.channel) + position * p.position_stride) * State::SIZE;
-  if constexpr (STATE_LAYOUT == 0) {
-    set_input(window, tap, load<State, VEC, false>(from));
-  } else {
-    UNROLL for (int i = 0; i < VEC; ++i)
-      window.past[tap][i] = element(load<State, 1, false>(from + i * p.channel_stride * State::SIZE), 0);
-  }
+DEVICE const char *row_of_x(const BackwardParameters &b, const Run &run, int row) {
+  return (const char *)b.forward.x + (run.batch * b.x_batch_stride + (row - run.batch_begin) * b.forward.x_row_stride +
+                                      run.channel * b.x_channel_stride) * X::SIZE;
 }
 
 // The W-1 inputs before `row`: of its own sequence, and before that of the sequence's initial window.
-DEVICE void window_before(const Parameters &p, const Run &run, const Segment &s, int row, Window &window) {
+DEVICE void window_before(const BackwardParameters &b, const Run &run, const Segment &s, int row, Window &window) {
   clear(window);
   if (!s.live) return;
+  const Parameters &p = b.forward;
   const bool known = p.conv_state && s.sequence < p.slot_count;
   UNROLL for (int tap = 0; tap < HALO; ++tap) {
     const int source = row - HALO + tap;
     if (source >= s.begin)
-      set_input(window, tap, load<X, VEC, true>(run.x + (i64)(source - run.row0) * run.x_pitch));
+      set_input(window, tap, load<X, VEC, true>(row_of_x(b, run, source)));
     else if (known)
-      set_initial_input(p, run, s.sequence, source - s.begin + HALO, window, tap);
+      set_input(window, tap, load<State, VEC, false>((const char *)p.conv_state +
+                                                     (slot_offset(p, s.sequence, run.channel) +
+                                                      (source - s.begin + HALO) * p.position_stride) * State::SIZE));
   }
 }
 
@@ -199,18 +196,28 @@ DEVICE void any_row(const BackwardParameters &b, const Run &run, const Segment &
 
 DEVICE void begin_segment(const BackwardParameters &b, const Run &run, const Segment &s, int row, Window &window,
                           Pending &pending) {
-  window_before(b.forward, run, s, row, window);
+  window_before(b, run, s, row, window);
   // A sequence shorter than its window passes the final window's gradient on to the initial one.
   UNROLL for (int place = 0; place < HALO; ++place) final_gradient(b, run, s, row - HALO + place, pending.dx[place]);
 }
 
-DEVICE void request(Ring &ring, int stage, const Run &run, int row, const char *x, const char *dout) {
+DEVICE void request(Ring &ring, int stage, Run &run, int row) {
   constexpr int WORD = word_bytes<X, VEC>();
-  UNROLL for (int u = 0; u < GROUP; ++u)
-    if (u < run.stop - row) UNROLL for (int byte = 0; byte < ROW_BYTES; byte += WORD) {
-      copy_ahead<WORD>(ring.x[stage][u][threadIdx.x].bytes + byte, x + u * run.x_pitch + byte);
-      copy_ahead<WORD>(ring.dout[stage][u][threadIdx.x].bytes + byte, dout + u * run.dout_pitch + byte);
-    }
+  Shared<ROW_BYTES> *to_x = &ring.x[stage][0][threadIdx.x], *to_dout = &ring.dout[stage][0][threadIdx.x];
+  const int rows = run.stop - row < GROUP ? run.stop - row : GROUP;
+  if (rows == GROUP) {
+    UNROLL for (int u = 0; u < GROUP; ++u, run.x += run.x_pitch, run.dout += run.dout_pitch)
+      UNROLL for (int byte = 0; byte < ROW_BYTES; byte += WORD) {
+        copy_ahead<WORD>(to_x[u * THREADS].bytes + byte, run.x + byte);
+        copy_ahead<WORD>(to_dout[u * THREADS].bytes + byte, run.dout + byte);
+      }
+  } else {
+    NO_UNROLL for (int u = 0; u < rows; ++u, run.x += run.x_pitch, run.dout += run.dout_pitch)
+      UNROLL for (int byte = 0; byte < ROW_BYTES; byte += WORD) {
+        copy_ahead<WORD>(to_x[u * THREADS].bytes + byte, run.x + byte);
+        copy_ahead<WORD>(to_dout[u * THREADS].bytes + byte, run.dout + byte);
+      }
+  }
   end_batch_of_copies();
 }
 
@@ -237,6 +244,7 @@ KERNEL(THREADS, MIN_BLOCKS) conv_backward(PARAMETER BackwardParameters b) {
   const int place = (int)(index % (u32)b.runs_per_batch) * b.rows_of_run;  // in its batch
   Run run;
   run.channel = ((i64)blockIdx.x * THREADS + threadIdx.x) * VEC;
+  run.batch = batch;
   run.batch_begin = batch * b.rows_per_batch;
   run.batch_end = run.batch_begin + b.rows_per_batch;
   run.row0 = run.batch_begin + place;
@@ -248,18 +256,12 @@ KERNEL(THREADS, MIN_BLOCKS) conv_backward(PARAMETER BackwardParameters b) {
   run.x_pitch = p.x_row_stride * X::SIZE;
   run.dout_pitch = b.dout_row_stride * X::SIZE;
   run.dx_pitch = b.dx_row_stride * X::SIZE;
-  run.x = (const char *)p.x +
-          (batch * b.x_batch_stride + place * p.x_row_stride + run.channel * b.x_channel_stride) * X::SIZE;
+  run.x = row_of_x(b, run, run.row0);
   run.dout = (const char *)b.dout +
              (batch * b.dout_batch_stride + place * b.dout_row_stride + run.channel * b.dout_channel_stride) * X::SIZE;
   run.dx = b.dx ? (char *)b.dx + (batch * b.dx_batch_stride + place * b.dx_row_stride + run.channel) * X::SIZE : nullptr;
 
-  const char *next_x = run.x, *next_dout = run.dout;
-  int next = run.row0;
-  NO_UNROLL for (int stage = 0; stage < STAGES; ++stage) {
-    request(ring, stage, run, next, next_x, next_dout);
-    next += GROUP, next_x += GROUP * run.x_pitch, next_dout += GROUP * run.dout_pitch;
-  }
+  NO_UNROLL for (int stage = 0; stage < STAGES; ++stage) request(ring, stage, run, run.row0 + stage * GROUP);
   const Taps taps = unpack_taps(fetch_taps(p, run.channel));
   Segment s = segment_of(p, run, sequence, run.row0);
   Window window;
@@ -304,8 +306,7 @@ KERNEL(THREADS, MIN_BLOCKS) conv_backward(PARAMETER BackwardParameters b) {
                 window, pending, sums);
       }
     }
-    request(ring, stage, run, next, next_x, next_dout);
-    next += GROUP, next_x += GROUP * run.x_pitch, next_dout += GROUP * run.dout_pitch;
+    request(ring, stage, run, row + STAGES * GROUP);
     stage = stage + 1 == STAGES ? 0 : stage + 1;
   }
   if (b.partials) write_sums(b, run, index, sums);

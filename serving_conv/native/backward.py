@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from serving_conv.native.abi import BACKWARD_PACKER
-from serving_conv.native.call import Launch, split, state_layout, word
+from serving_conv.native.call import Launch, split, word
 from serving_conv.native.config import LaunchConfig, choose_backward
 from serving_conv.native.variant import CHANNELS_CONTIGUOUS, Variant
 
@@ -58,7 +58,7 @@ def _aligned_vec(
             runs.append((dx, x_word, dx.stride()[:2]))
         if bias is not None:
             runs.append((bias, word(vec * bias.element_size()), ()))
-        if initial is not None and state_layout(initial) == CHANNELS_CONTIGUOUS:
+        if initial is not None:
             runs.append((initial, word(vec * initial.element_size()), (initial.stride(0), initial.stride(2))))
         if channels % vec == 0 and all(
             tensor.data_ptr() % size == 0 and all(stride * tensor.element_size() % size == 0 for stride in strides)
@@ -95,7 +95,8 @@ def prepare_backward(
         x: `[B, T, D]`, any strides.
         weight: `[D, W]` contiguous.
         bias: `[D]` contiguous, or None.
-        initial: `[N, D, W-1]` initial windows, or None for zeros; sequences past the N-th start from zeros.
+        initial: `[N, D, W-1]` initial windows, channels contiguous, or None for zeros; sequences past the N-th
+            start from zeros.
         cu_seqlens: int32 `[sequences + 1]` over all B*T rows, or None: every batch is a sequence.
         dfinal: fp32 `[N, W-1, D]` contiguous, or None.
         buffers: where the gradients go.
@@ -128,7 +129,6 @@ def prepare_backward(
         # The second kernel writes both; what nobody asked for goes to scratch.
         dweight = torch.empty_like(weight) if buffers.dweight is None else buffers.dweight
         dbias = torch.empty_like(bias) if bias is not None and buffers.dbias is None else buffers.dbias
-    layout = CHANNELS_CONTIGUOUS if initial is None else state_layout(initial)
     vec = _aligned_vec(config.vec, x, weight, bias, initial, dout, buffers.dx)
     variant = Variant(
         kernel="conv_backward",
@@ -140,7 +140,7 @@ def prepare_backward(
         vec=vec,
         threads=config.threads,
         min_blocks=config.min_blocks,
-        state_layout=layout,
+        state_layout=CHANNELS_CONTIGUOUS,
         positions=width - 1,
         has_bias=bias is not None,
         silu=activation is not None,

@@ -168,6 +168,8 @@ def gradients(
             found.dbias.to(bias.dtype) if want_dbias and bias is not None else None,
             found.dinitial[: initial.shape[0]] if want_dinitial and initial is not None else None,
         )
+    if initial is not None:  # W-1 rows a sequence: the kernel knows one layout
+        initial = initial.transpose(1, 2).contiguous().transpose(1, 2)
     flat_dfinal = _flat_dfinal(dfinal)
     empty = x.numel() == 0
     buffers = BackwardBuffers(

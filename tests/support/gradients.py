@@ -49,21 +49,17 @@ def make_case(
     x: torch.dtype = torch.bfloat16,
     weight: torch.dtype = torch.bfloat16,
     bias: torch.dtype | None = torch.bfloat16,
-    initial: str | None = "positions",
+    initial: bool = True,
     offsets: list[int] | None = None,
     final: bool = True,
     activation: str | None = "silu",
 ) -> Case:
-    """Random values; `initial` says which axis is contiguous, or "strided"."""
+    """Random values."""
     sequences = batches if offsets is None else len(offsets) - 1
     shape = (batches, rows, channels)
     windows = None
-    if initial == "channels":
+    if initial:
         windows = torch.randn(sequences, width - 1, channels).to(x).transpose(1, 2)
-    elif initial == "positions":
-        windows = torch.randn(sequences, channels, width - 1).to(x)
-    elif initial == "strided":
-        windows = torch.randn(sequences, 2 * channels, width + 1).to(x)[:, ::2, 1:width]
     return Case(
         dout=torch.randn(shape).to(x),
         x=torch.randn(shape).to(x),

@@ -171,9 +171,7 @@ def _calls(
                 )
 
 
-def _backward_calls(
-    x_type: torch.dtype, weight_type: torch.dtype, width: int, layout: str, channels: int
-) -> Iterator[Launch]:
+def _backward_calls(x_type: torch.dtype, weight_type: torch.dtype, width: int, channels: int) -> Iterator[Launch]:
     """A training step's backward, both reductions; sizes change the length of runs alone."""
     x, weight = _meta((1, 8192, channels), x_type), _meta((channels, width), weight_type)
     bias, windows = _meta((channels,), weight_type), _meta((8, width - 1, channels), torch.float32)
@@ -183,7 +181,7 @@ def _backward_calls(
             x,
             weight,
             bias,
-            _pool(layout, channels, width - 1, x_type),
+            _pool("channels", channels, width - 1, x_type),
             _meta((9,), torch.int32),
             windows,
             BackwardBuffers(x, weight, bias, windows),
@@ -209,7 +207,7 @@ def main_variants(architecture: str) -> tuple[Variant, ...]:
             for launch in _calls(x, weight, width, layout, channels, (drafts,), capability):
                 assert launch is not None
                 found[launch.variant] = None
-            for launch in _backward_calls(x, weight, width, layout, channels):
+            for launch in _backward_calls(x, weight, width, channels):
                 found[launch.variant] = None
 
     if architecture == FULL:

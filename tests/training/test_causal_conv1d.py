@@ -353,3 +353,19 @@ def test_errors_name_the_argument(name: str) -> None:
         causal_conv1d(**{"x": X, "weight": WEIGHT, **changes})
     assert caught.value.argument == argument
     assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize("kind", ["positions", "strided", "expanded"])
+def test_any_strides_of_the_initial_windows(kind: str) -> None:
+    x, weight = leaf(2, 2, 6, dtype=torch.float32), leaf(6, 4, dtype=torch.float32)
+    windows = {
+        "positions": torch.randn(2, 6, 3),
+        "strided": torch.randn(2, 12, 5)[:, ::2, 1:4],
+        "expanded": torch.randn(1, 6, 1).expand(2, 6, 3),
+    }[kind]
+    results = []
+    for given in (windows, windows.transpose(1, 2).contiguous().transpose(1, 2)):
+        given = given.detach().requires_grad_()
+        out, final = causal_conv1d(x, weight, None, "silu", initial_states=given, return_final_states=True)
+        results.append((out, final, *torch.autograd.grad(out.sum() + final.sum(), (x, weight, given))))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

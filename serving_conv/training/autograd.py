@@ -6,7 +6,7 @@ compiler and with fakes, so `torch.compile(fullgraph=True)` traces through, and 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -19,6 +19,34 @@ from serving_conv.training.sequences import offsets_of
 __all__ = ["LIBRARY", "causal_conv1d", "filled", "register"]
 
 LIBRARY = torch.library.Library("serving_conv", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+@overload
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    *,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    *,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
 
 
 def causal_conv1d(

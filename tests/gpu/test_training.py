@@ -151,7 +151,6 @@ def test_a_training_step_does_not_wait_for_the_device() -> None:
 
     def step() -> None:
         out = causal_conv1d(x, weight, None, "silu", seq_idx=numbers)
-        assert isinstance(out, Tensor)
         out.sum().backward()
 
     step()
@@ -203,7 +202,6 @@ def test_rows_beyond_4_gib() -> None:
     assert all(a is None or (b is not None and torch.equal(a, b)) for a, b in zip(got, want, strict=True))
     exact, _ = reference.forward(x[:, -50:].double(), weight.double(), None, None, None, activation="silu")
     out = causal_conv1d(x, weight, None, "silu")
-    assert isinstance(out, Tensor)
     torch.testing.assert_close(out[:, -47:].double(), exact[:, 3:], rtol=1e-2, atol=1e-2)
 
 
@@ -268,7 +266,6 @@ def test_ranks_agree_with_one_device(backend: str) -> None:
         x, weight, bias, dout = _whole(rows * size)
         leaves = [x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()]
         out = causal_conv1d(*leaves, "silu", seq_idx=_numbers(documents))
-        assert isinstance(out, Tensor)
         dx, dweight, dbias = torch.autograd.grad(out, leaves, dout)
         parts = [answers[rank][case] for rank in range(size)]
         assert torch.equal(torch.cat([part[0] for part in parts], 1), out.detach().cpu())

@@ -77,6 +77,33 @@ extern "C" int update(void *x, void *weight, void *bias, void *out, void *state,
 }
 """
 
+# Its backward, likewise; a workspace makes it the ordered one. What its C++ entry zeroes and adds is the caller's.
+_DAO_BACKWARD_ENTRY = """
+#include "bwd.cu"
+using bf16 = at::BFloat16;
+extern "C" int backward(void *x, void *weight, void *bias, void *seq_idx, void *dout, void *dx, void *dweight,
+                        void *dbias, void *dweight_workspace, void *dbias_workspace, int batch, int dim, int seqlen,
+                        void *stream) {
+  ConvParamsBwd p = {};
+  p.batch = batch; p.dim = dim; p.seqlen = seqlen; p.width = 4; p.silu_activation = true;
+  p.x_ptr = x; p.weight_ptr = weight; p.bias_ptr = bias; p.seq_idx_ptr = seq_idx;
+  p.dout_ptr = dout; p.dx_ptr = dx; p.dweight_ptr = dweight; p.dbias_ptr = dbias;
+  p.x_batch_stride = p.dout_batch_stride = p.dx_batch_stride = dim * seqlen;
+  p.x_c_stride = p.dout_c_stride = p.dx_c_stride = 1;
+  p.x_l_stride = p.dout_l_stride = p.dx_l_stride = dim;
+  p.weight_c_stride = p.dweight_c_stride = 4;
+  p.weight_width_stride = p.dweight_width_stride = 1;
+  p.deterministic = dweight_workspace != nullptr;
+  const int chunks = (seqlen + (seqlen <= 128 ? 63 : 127)) / (seqlen <= 128 ? 64 : 128);
+  p.dweight_workspace_ptr = dweight_workspace; p.dbias_workspace_ptr = dbias_workspace;
+  p.dweight_workspace_batch_stride = chunks * dim * 4;
+  p.dweight_workspace_dim_stride = 4;
+  p.dbias_workspace_batch_stride = chunks * dim;
+  causal_conv1d_channellast_bwd_launch<128, 4, bf16, bf16>(p, (cudaStream_t)stream);
+  return (int)cudaGetLastError();
+}
+"""
+
 
 def _run(*command: str, **options: Any) -> None:
     result = subprocess.run(command, capture_output=True, text=True, **options)
@@ -119,7 +146,7 @@ def fetch_fla(into: Path, work: Path, python: str, arch: str) -> None:
 
 
 def fetch_dao(into: Path, work: Path, python: str, arch: str) -> None:
-    """causal-conv1d's two forward kernels, compiled for one type and width."""
+    """causal-conv1d's two forward kernels and its backward, compiled for one type and width."""
     if shutil.which("nvcc") is None:
         raise RuntimeError("nvcc is needed to compile it")
     # Its build script looks for CUDA even to name itself; this switch of its own stops that.
@@ -138,23 +165,24 @@ def fetch_dao(into: Path, work: Path, python: str, arch: str) -> None:
     (build / "c10" / "cuda").mkdir(parents=True)
     for name in ("causal_conv1d.h", "causal_conv1d_common.h", "static_switch.h"):
         shutil.copy(csrc / name, build)
-    for name in ("fwd", "update"):
+    for name in ("fwd", "update", "bwd"):
         text = (csrc / f"causal_conv1d_{name}.cu").read_text()
         (build / f"{name}.cu").write_text(re.sub(r"^template void .*;$", "", text, flags=re.MULTILINE))
     # The launch check is torch's; without it the library needs no torch.
     (build / "c10" / "cuda" / "CUDAException.h").write_text("#pragma once\n#define C10_CUDA_KERNEL_LAUNCH_CHECK()\n")
     (build / "entry.cu").write_text(_DAO_ENTRY)
+    (build / "backward_entry.cu").write_text(_DAO_BACKWARD_ENTRY)
     target = into / "causal_conv1d"
     target.mkdir(parents=True)
     include = Path(torch.__file__).parent / "include"
     flags = ["-O3", "--use_fast_math", "--expt-relaxed-constexpr", "--expt-extended-lambda", "-std=c++20"]
     flags += ["-U__CUDA_NO_HALF_OPERATORS__", "-U__CUDA_NO_HALF_CONVERSIONS__"]
     flags += ["-U__CUDA_NO_BFLOAT16_OPERATORS__", "-U__CUDA_NO_BFLOAT16_CONVERSIONS__"]
-    library = target / "libcausal_conv1d.so"
-    _run(
-        *("nvcc", "-shared", "-Xcompiler", "-fPIC", f"-arch={arch}", *flags, "-I", str(build), "-I", str(include)),
-        *("-o", str(library), str(build / "entry.cu")),
-    )
+    for library, entry in (("libcausal_conv1d", "entry"), ("libcausal_conv1d_backward", "backward_entry")):
+        _run(
+            *("nvcc", "-shared", "-Xcompiler", "-fPIC", f"-arch={arch}", *flags, "-I", str(build), "-I", str(include)),
+            *("-o", str(target / f"{library}.so"), str(build / f"{entry}.cu")),
+        )
 
 
 def fetch_flashinfer(into: Path, work: Path, python: str, arch: str) -> None:

@@ -157,6 +157,7 @@ DEVICE Raw<T, N> kept(const float (&values)[N]) {
   }
 }
 
-DEVICE float silu(float value) {
-  return value * reciprocal_approximate(1.0f + exp2_approximate(-1.44269504088896341f * value));
+DEVICE float sigmoid(float value) {
+  return reciprocal_approximate(1.0f + exp2_approximate(-1.44269504088896341f * value));
 }
+DEVICE float silu(float value) { return value * sigmoid(value); }

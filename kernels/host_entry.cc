@@ -1,6 +1,6 @@
 // Appended to a kernel compiled for the host: the launch, thread after thread. `reverse` runs the blocks from the last
 // to the first, since no result may depend on their order.
-extern "C" void launch(const Parameters *parameters, unsigned x, unsigned y, unsigned z, int reverse) {
+extern "C" void launch(const KERNEL_PARAMETERS *parameters, unsigned x, unsigned y, unsigned z, int reverse) {
   const i64 blocks = (i64)x * y * z;
   gridDim = {x, y, z};
   for (i64 i = 0; i < blocks; ++i) {

@@ -200,3 +200,5 @@ DEVICE void wait_for_copies_but(int stages) {  // at most 3, a constant where th
     default: asm volatile("cp.async.wait_group 3;" ::: "memory");
   }
 }
+
+DEVICE void add_to(float *sum, float value) { atomicAdd(sum, value); }

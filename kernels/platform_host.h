@@ -95,3 +95,5 @@ DEVICE void copy_ahead(void *to_shared, const void *from) {
 }
 DEVICE void close_stage_of_copies() {}
 DEVICE void wait_for_copies_but(int) {}
+
+DEVICE void add_to(float *sum, float value) { *sum += value; }

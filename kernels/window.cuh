@@ -62,18 +62,22 @@ DEVICE void push(Window &window, const float (&input)[VEC]) {
   }
 }
 
-
-// The convolution of one row: bias, then tap 0 (oldest) to tap W-1 (this row), fused, in fp32; then SiLU; one rounding.
-DEVICE Raw<X, VEC> convolve(Window &window, const Taps &taps, const Raw<X, VEC> &raw) {
-  float input[VEC], sum[VEC];
+// The sum of one row before its activation: bias, then tap 0 (oldest) to tap W-1 (this row), fused, in fp32.
+DEVICE void sum_taps(const Window &window, const Taps &taps, const float (&input)[VEC], float (&sum)[VEC]) {
   UNROLL for (int i = 0; i < VEC; ++i) {
-    input[i] = element(raw, i);
     sum[i] = taps.bias[i];
     UNROLL for (int tap = 0; tap < WIDTH - 1; ++tap)
       sum[i] = fused_multiply_add(window.past[tap][i], taps.weight[tap][i], sum[i]);
     sum[i] = fused_multiply_add(input[i], taps.weight[WIDTH - 1][i], sum[i]);
-    if constexpr (SILU) sum[i] = silu(sum[i]);
   }
+}
+
+// The convolution of one row: the sum, then SiLU; one rounding.
+DEVICE Raw<X, VEC> convolve(Window &window, const Taps &taps, const Raw<X, VEC> &raw) {
+  float input[VEC], sum[VEC];
+  UNROLL for (int i = 0; i < VEC; ++i) input[i] = element(raw, i);
+  sum_taps(window, taps, input, sum);
+  if constexpr (SILU) UNROLL for (int i = 0; i < VEC; ++i) sum[i] = silu(sum[i]);
   push(window, input);
   return round_to<X, VEC>(sum);
 }

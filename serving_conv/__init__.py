@@ -4,7 +4,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from serving_conv.backends import backend_for
 from serving_conv.contract import prefill_workspace_size, state_positions
-from serving_conv.errors import BackendError, CaptureError, ContractError, ServingConvError
+from serving_conv.errors import BackendError, CaptureError, CommunicationError, ContractError, ServingConvError
 from serving_conv.faults import DeviceFault, clear_device_fault, device_fault
 from serving_conv.graphs import Bucket, StepGraphs
 from serving_conv.ops import causal_conv1d_fn, causal_conv1d_step, causal_conv1d_update
@@ -20,6 +20,7 @@ from serving_conv.pool import (
     join_packages,
 )
 from serving_conv.step import Checkpoint, StepArguments, StepMetadata
+from serving_conv.training import assert_causal_conv1d_deterministic, causal_conv1d, causal_conv1d_cp
 from serving_conv.warmup import warmup
 
 try:
@@ -33,6 +34,7 @@ __all__ = [
     "CaptureError",
     "ChannelPart",
     "Checkpoint",
+    "CommunicationError",
     "ContractError",
     "DeviceFault",
     "LayerState",
@@ -45,7 +47,10 @@ __all__ = [
     "StepArguments",
     "StepGraphs",
     "StepMetadata",
+    "assert_causal_conv1d_deterministic",
     "backend_for",
+    "causal_conv1d",
+    "causal_conv1d_cp",
     "causal_conv1d_fn",
     "causal_conv1d_step",
     "causal_conv1d_update",

@@ -5,7 +5,7 @@ Nothing here imports torch, so tools and trace readers can raise without loading
 
 from __future__ import annotations
 
-__all__ = ["BackendError", "CaptureError", "ContractError", "ServingConvError", "TraceError"]
+__all__ = ["BackendError", "CaptureError", "CommunicationError", "ContractError", "ServingConvError", "TraceError"]
 
 
 class ServingConvError(Exception):
@@ -41,6 +41,10 @@ class BackendError(ServingConvError, RuntimeError):
 
 class CaptureError(ServingConvError, RuntimeError):
     """Something that only works outside graph capture was asked for under it."""
+
+
+class CommunicationError(ServingConvError, RuntimeError):
+    """An exchange between ranks failed: one is gone, or did not answer within the group's timeout."""
 
 
 class TraceError(ServingConvError, ValueError):

@@ -6,6 +6,9 @@
 | `SERVING_CONV_DEBUG` | `1` / `0` | check device values on the host: one synchronisation a call |
 | `SERVING_CONV_CACHE` | a folder | keeps compiled kernels; unset: `serving_conv` in the user's cache folder |
 | `SERVING_CONV_HOST_FLAGS` | g++ flags | added when the `host` backend compiles, e.g. `-fsanitize=address` |
+| `CAUSAL_CONV1D_DETERMINISTIC` | a leading `1` / `0` | ordered sums in the training path; else torch decides |
+
+The last is causal-conv1d's own switch, which that library and Megatron-Core read at every call; so does this one.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from pathlib import Path
 
 from serving_conv.errors import ContractError
 
-__all__ = ["SETTINGS", "Settings", "read_settings"]
+__all__ = ["SETTINGS", "Settings", "deterministic_switch", "read_settings"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,3 +60,8 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
 
 
 SETTINGS = read_settings(os.environ)
+
+
+def deterministic_switch() -> bool | None:
+    """`CAUSAL_CONV1D_DETERMINISTIC` now: true or false by its first character, None if that is neither 1 nor 0."""
+    return {"1": True, "0": False}.get(os.environ.get("CAUSAL_CONV1D_DETERMINISTIC", "")[:1])

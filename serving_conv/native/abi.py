@@ -1,13 +1,21 @@
 """Owns the one block of parameters that every kernel takes: its order, its C text and its packing.
 
-`kernels/parameters.cuh` is this record written out; a test compares them.
+`kernels/parameters.cuh` and `kernels/backward_parameters.cuh` are these records written out; a test compares them.
 """
 
 from __future__ import annotations
 
 import struct
 
-__all__ = ["FIELDS", "PACKER", "POINTERS", "parameters_header"]
+__all__ = [
+    "BACKWARD_FIELDS",
+    "BACKWARD_PACKER",
+    "FIELDS",
+    "PACKER",
+    "POINTERS",
+    "backward_parameters_header",
+    "parameters_header",
+]
 
 # (C type, name, meaning); eight-byte fields first, so that nothing is padded.
 FIELDS: tuple[tuple[str, str, str], ...] = (
@@ -45,11 +53,47 @@ _CODES = {"i64": "q", "int": "i"}
 PACKER = struct.Struct("<" + "".join(_CODES.get(kind, "Q") for kind, _, _ in FIELDS))
 POINTERS = struct.Struct("<" + "Q" * sum(kind.endswith("*") for kind, _, _ in FIELDS))  # they come first
 
+# What the backward's kernels take besides the block above, which describes the forward call: there `conv_state` is
+# the sequences' initial windows (null: zeros) and a sequence's slot is its number.
+BACKWARD_FIELDS: tuple[tuple[str, str, str], ...] = (
+    ("const void *", "dout", "[batches, rows_per_batch, channels], any strides"),
+    ("void *", "dx", "[batches, rows_per_batch, channels], channels contiguous, or null: not wanted"),
+    ("const float *", "dfinal", "[final_count, WIDTH - 1, channels], or null: zeros"),
+    ("float *", "dinitial", "[initial_count, WIDTH - 1, channels], or null: not wanted"),
+    ("float *", "partials", "[runs, or 1 without ORDERED; taps, then bias; channels], or null: not wanted"),
+    ("void *", "dweight", "[channels, WIDTH]"),
+    ("void *", "dbias", "[channels], if HAS_BIAS"),
+    ("i64", "x_batch_stride", "elements"),
+    ("i64", "x_channel_stride", "elements; 1 where a thread owns more than one channel"),
+    ("i64", "dout_batch_stride", "elements"),
+    ("i64", "dout_row_stride", "elements"),
+    ("i64", "dout_channel_stride", "elements; 1 where a thread owns more than one channel"),
+    ("i64", "dx_batch_stride", "elements"),
+    ("i64", "dx_row_stride", "elements"),
+    ("int", "rows_per_batch", ""),
+    ("int", "rows_of_run", ""),
+    ("int", "runs_per_batch", ""),
+    ("int", "runs", "of all batches"),
+    ("int", "initial_count", "sequences with a place in dinitial"),
+    ("int", "final_count", "sequences with a place in dfinal"),
+)
+BACKWARD_PACKER = struct.Struct(PACKER.format + "".join(_CODES.get(kind, "Q") for kind, _, _ in BACKWARD_FIELDS))
+
 
 def parameters_header() -> str:
     """The text of `kernels/parameters.cuh`."""
-    lines = ["// The parameters of every kernel. Generated from serving_conv/native/abi.py.", "struct Parameters {"]
-    for kind, name, meaning in FIELDS:
-        declaration = f"  {kind}{'' if kind.endswith('*') else ' '}{name};"
+    return _header("// The parameters of every kernel.", "Parameters", FIELDS)
+
+
+def backward_parameters_header() -> str:
+    """The text of `kernels/backward_parameters.cuh`."""
+    forward = ("Parameters ", "forward", "the call that is differentiated")
+    return _header("// The parameters of the backward's kernels.", "BackwardParameters", (forward, *BACKWARD_FIELDS))
+
+
+def _header(title: str, name: str, fields: tuple[tuple[str, str, str], ...]) -> str:
+    lines = [f"{title} Generated from serving_conv/native/abi.py.", f"struct {name} {{"]
+    for kind, name, meaning in fields:
+        declaration = f"  {kind}{'' if kind.endswith(('*', ' ')) else ' '}{name};"
         lines.append(f"{declaration}  // {meaning}" if meaning else declaration)
     return "\n".join([*lines, "};", ""])

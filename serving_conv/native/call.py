@@ -10,7 +10,7 @@ from serving_conv.native.abi import PACKER
 from serving_conv.native.config import LaunchConfig, choose_prefill, choose_update
 from serving_conv.native.variant import CHANNELS_CONTIGUOUS, POSITIONS_DENSE, STRIDED, Variant
 
-__all__ = ["Launch", "Traits", "prepare_prefill", "prepare_update", "variant_of"]
+__all__ = ["Launch", "Traits", "prepare_prefill", "prepare_update", "split", "state_layout", "variant_of", "word"]
 
 _GRID_LIMIT = 32768  # of y and z; CUDA allows 65535
 _DENSE_LIMIT = 16  # positions of a dense slot that a thread holds in registers; longer slots go by strides
@@ -29,7 +29,8 @@ def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _state_layout(conv_state: Tensor) -> int:
+def state_layout(conv_state: Tensor) -> int:
+    """STATE_LAYOUT of a `[slots, channels, positions]` tensor."""
     _, channels, positions = conv_state.shape
     _, channel_stride, position_stride = conv_state.stride()
     if channel_stride == 1 or channels == 1:
@@ -39,7 +40,7 @@ def _state_layout(conv_state: Tensor) -> int:
     return STRIDED
 
 
-def _word(bytes_in_run: int) -> int:
+def word(bytes_in_run: int) -> int:
     """Largest power of two up to 16 that divides a run of bytes; `word_bytes` of kernels/channels.cuh."""
     return min(16, bytes_in_run & -bytes_in_run)
 
@@ -51,20 +52,20 @@ def _aligned_vec(
     channels = x.shape[1]
     width = weight.shape[1]
     while vec > 1:
-        x_word = _word(vec * x.element_size())
+        x_word = word(vec * x.element_size())
         runs = [
             (x, x_word, (x.stride(0),)),
             (out, x_word, (out.stride(0),)),
-            (weight, _word(vec * width * weight.element_size()), ()),
+            (weight, word(vec * width * weight.element_size()), ()),
         ]
         if bias is not None:
-            runs.append((bias, _word(vec * bias.element_size()), ()))
+            runs.append((bias, word(vec * bias.element_size()), ()))
         if layout == CHANNELS_CONTIGUOUS:
             strides = (conv_state.stride(0), conv_state.stride(2))
-            runs.append((conv_state, _word(vec * conv_state.element_size()), strides))
+            runs.append((conv_state, word(vec * conv_state.element_size()), strides))
         elif layout == POSITIONS_DENSE:
             run = vec * conv_state.shape[2] * conv_state.element_size()
-            runs.append((conv_state, _word(run), (conv_state.stride(0),)))
+            runs.append((conv_state, word(run), (conv_state.stride(0),)))
         if channels % vec == 0 and all(
             tensor.data_ptr() % word == 0 and all(stride * tensor.element_size() % word == 0 for stride in strides)
             for tensor, word, strides in runs
@@ -78,7 +79,8 @@ def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _split(count: int) -> tuple[int, int]:
+def split(count: int) -> tuple[int, int]:
+    """A count as two grid axes, the second the high digit."""
     low = min(count, _GRID_LIMIT)
     return low, -(-count // low)
 
@@ -170,7 +172,7 @@ def _traits(
         state=_dtype(conv_state),
         bias=_dtype(weight if bias is None else bias),
         width=weight.shape[1],
-        layout=_state_layout(conv_state),
+        layout=state_layout(conv_state),
         positions=conv_state.shape[2],
         has_bias=bias is not None,
         silu=activation is not None,
@@ -274,7 +276,7 @@ def prepare_prefill(
     )
     # A block for each checkpoint behind those of the rows.
     blocks = -(-rows // config.rows) + checkpoints
-    return Launch(variant, parameters, (-(-channels // (config.threads * vec)), *_split(blocks)))
+    return Launch(variant, parameters, (-(-channels // (config.threads * vec)), *split(blocks)))
 
 
 def prepare_update(
@@ -323,4 +325,4 @@ def prepare_update(
     )
     tiles = -(-channels // (config.threads * vec))
     groups = sequences if packed else -(-sequences // config.sequences)
-    return Launch(variant, parameters, (groups, *_split(tiles)))
+    return Launch(variant, parameters, (groups, *split(tiles)))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["LaunchConfig", "choose_prefill", "choose_update"]
+__all__ = ["LaunchConfig", "choose_backward", "choose_prefill", "choose_update"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +18,9 @@ class LaunchConfig:
         vec: most channels a thread may own, before alignment has its say.
         threads: of a block.
         min_blocks: blocks that one multiprocessor must be able to hold, which bounds the registers.
-        rows: packed rows of a block (prefill).
+        rows: packed rows of a block (prefill), or of a run (backward).
         sequences: sequences of a thread (update with one row each).
+        ahead: rows under way before they are needed (backward).
     """
 
     vec: int
@@ -27,6 +28,7 @@ class LaunchConfig:
     min_blocks: int
     rows: int = 0
     sequences: int = 0
+    ahead: int = 0
 
 
 def _widest(bytes_each: int, width: int, most_bytes: int) -> int:
@@ -101,3 +103,28 @@ def choose_update(
     if width > 4 or not simple_state or packed:
         min_blocks = 512 // threads  # 128 registers: wide windows and whole slots stay in registers
     return LaunchConfig(vec=vec, threads=threads, min_blocks=min_blocks, sequences=together)
+
+
+def choose_backward(
+    *, rows: int, batches: int, channels: int, width: int, x_bytes: int, multiprocessors: int
+) -> LaunchConfig:
+    """Launch of `conv_backward`.
+
+    Every run of rows costs the W-1 rows on both its sides again and one set of partial sums, so runs are as long as
+    one wave of blocks allows.
+
+    Args:
+        rows: of a batch.
+        batches: of the call.
+        channels: of a row.
+        width: taps.
+        x_bytes: of an element of x.
+        multiprocessors: of the device.
+    """
+    threads, min_blocks, ahead = 128, 4 if width <= 4 else 3, 12
+    vec = _widest(x_bytes, width, 8)
+    tiles = -(-channels // (threads * vec))
+    runs = max(1, multiprocessors * min_blocks // (tiles * batches))
+    run_rows = -(-rows // runs)
+    run_rows = max(16, 4 * -(-run_rows // 4))
+    return LaunchConfig(vec=vec, threads=threads, min_blocks=min_blocks, rows=run_rows, ahead=ahead)

@@ -17,12 +17,21 @@ from torch import Tensor
 
 from serving_conv.errors import BackendError, CaptureError
 from serving_conv.faults import fault_flag
-from serving_conv.native.abi import PACKER
+from serving_conv.native.abi import BACKWARD_PACKER
+from serving_conv.native.backward import prepare_backward
 from serving_conv.native.call import Launch, prepare_prefill, prepare_update
 from serving_conv.native.variant import Variant, source
 from serving_conv.settings import SETTINGS
 
-__all__ = ["CudaBackend", "Kernel", "check_status", "compile_variant", "load_variant", "prefill_launch"]
+__all__ = [
+    "CudaBackend",
+    "Kernel",
+    "check_status",
+    "compile_variant",
+    "load_variant",
+    "prefill_launch",
+    "run_backward",
+]
 
 
 class CudaBackend:
@@ -125,7 +134,7 @@ class Kernel:
         self._threads = variant.threads
         self._dependent_launch = major >= 9
         self._config = self.new_config((1, 1, 1))
-        self._buffer = ctypes.create_string_buffer(PACKER.size)
+        self._buffer = ctypes.create_string_buffer(BACKWARD_PACKER.size)  # the longest block there is
         self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self._buffer))
         self._arguments_address = ctypes.addressof(self._arguments)
         self._lock = threading.Lock()
@@ -150,7 +159,7 @@ class Kernel:
     def launch(self, parameters: bytes, grid: tuple[int, int, int], stream: int) -> None:
         """Launch on a raw stream handle of the current device."""
         with self._lock:
-            ctypes.memmove(self._buffer, parameters, PACKER.size)
+            ctypes.memmove(self._buffer, parameters, len(parameters))
             config = self._config
             config.gridDimX, config.gridDimY, config.gridDimZ = grid
             config.hStream = stream
@@ -191,6 +200,16 @@ def load_variant(variant: Variant, device_index: int) -> Kernel:
             )
         kernel = _kernels.setdefault((variant, device_index), Kernel(variant, device_index))
     return kernel
+
+
+def run_backward(*arguments: Any, **options: Any) -> None:
+    """Launch one backward on the current stream; arguments as of `prepare_backward`."""
+    device: torch.device = arguments[0].device
+    multiprocessors, _ = _traits_of_device(device.index)
+    launches, scratch = prepare_backward(*arguments, **options, multiprocessors=multiprocessors)
+    for launch in launches:
+        _run(launch, device)
+    del scratch  # freed in stream order
 
 
 def _run(launch: Launch | None, device: torch.device) -> None:

@@ -21,11 +21,12 @@ from torch import Tensor
 
 from serving_conv.errors import BackendError
 from serving_conv.faults import fault_flag
+from serving_conv.native.backward import prepare_backward
 from serving_conv.native.call import Launch, prepare_prefill, prepare_update
 from serving_conv.native.variant import Variant, source
 from serving_conv.settings import SETTINGS
 
-__all__ = ["HostBackend"]
+__all__ = ["HostBackend", "run_backward"]
 
 _FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-ffp-contract=off", "-w")
 _MULTIPROCESSORS = 4  # of the machine that the launch choice imagines; both of its branches are then common
@@ -52,6 +53,14 @@ class HostBackend:
     def update(self, *, x: Tensor, **arguments: Any) -> None:
         """`causal_conv1d_update`."""
         _run(prepare_update(x, **arguments, fault_flag=fault_flag(x.device)))
+
+
+def run_backward(*arguments: Any, reverse: bool = False, **options: Any) -> None:
+    """Run one backward; arguments as of `prepare_backward`. `reverse`: blocks from the last to the first."""
+    launches, scratch = prepare_backward(*arguments, **options, multiprocessors=_MULTIPROCESSORS)
+    for launch in launches:
+        _run(launch, reverse=reverse)
+    del scratch
 
 
 def _run(launch: Launch | None, *, reverse: bool = False) -> None:

@@ -18,13 +18,14 @@ CHANNELS_CONTIGUOUS, POSITIONS_DENSE, STRIDED = 0, 1, 2  # STATE_LAYOUT of kerne
 
 _TYPES = {"bfloat16": "BFloat16", "float16": "Float16", "float32": "Float32"}
 _FILES = ("parameters.cuh", "channels.cuh", "window.cuh", "sequence.cuh", "checkpoints.cuh", "singles.cuh")
+_BACKWARD_KERNELS = ("conv_backward", "sum_partials")  # these take BackwardParameters
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
     """One compiled kernel. Fields in capitals in the source; see `kernels/` for what each decides."""
 
-    kernel: str  # conv_prefill or conv_update
+    kernel: str  # conv_prefill, conv_update, conv_backward or sum_partials
     x: str
     weight: str
     state: str
@@ -41,8 +42,9 @@ class Variant:
     packed: bool = False  # update: offsets are given
     speculative: bool = False  # update: accepted counts are given; prefill: sequences may be marked as drafts
     checkpoints: bool = False  # prefill: windows may go to further slots
-    ahead: int = 0  # update, packed: rows loaded before the first is needed
+    ahead: int = 0  # update, packed, and backward: rows loaded before the first is needed
     sequences: int = 0  # update, not packed: sequences of a thread
+    ordered: bool = False  # backward: each run's sums have a place of their own
 
 
 def kernel_directory() -> Path:
@@ -76,7 +78,10 @@ def source(variant: Variant, platform: str) -> str:
         if not isinstance(value, str):
             header.append(f"#define {field.name.upper()} {int(value)}")
     parts = [read_kernel_file("platform_cuda.cuh" if platform == "cuda" else "platform_host.h"), "\n".join(header)]
-    parts += [read_kernel_file(name) for name in (*_FILES, f"{variant.kernel}.cu")]
+    backward = variant.kernel in _BACKWARD_KERNELS
+    files = (*_FILES, "backward_parameters.cuh") if backward else _FILES
+    parts += [read_kernel_file(name) for name in (*files, f"{variant.kernel}.cu")]
     if platform == "host":
+        parts.append(f"#define KERNEL_PARAMETERS {'BackwardParameters' if backward else 'Parameters'}")
         parts.append(f"#define KERNEL_NAME {variant.kernel}\n" + read_kernel_file("host_entry.cc"))
     return "\n".join(parts)

@@ -5,28 +5,49 @@ from __future__ import annotations
 import re
 import struct
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
-from serving_conv.native.abi import FIELDS, PACKER, POINTERS, parameters_header
+import pytest
+
+from serving_conv.native.abi import (
+    BACKWARD_FIELDS,
+    BACKWARD_PACKER,
+    FIELDS,
+    PACKER,
+    POINTERS,
+    backward_parameters_header,
+    parameters_header,
+)
 from serving_conv.native.variant import kernel_directory
 
 
-def test_kernels_have_the_generated_header() -> None:
-    text = (kernel_directory() / "parameters.cuh").read_text(encoding="utf-8")
-    assert text == parameters_header(), "write it anew: parameters_header() > kernels/parameters.cuh"
+@pytest.mark.parametrize("make", [parameters_header, backward_parameters_header])
+def test_kernels_have_the_generated_header(make: Callable[[], str]) -> None:
+    name = f"{make.__name__.removesuffix('_header')}.cuh"
+    text = (kernel_directory() / name).read_text(encoding="utf-8")
+    assert text == make(), f"write it anew: {make.__name__}() > kernels/{name}"
 
 
 def test_every_field_is_declared_once() -> None:
     declared = re.findall(r"^  .*?(\w+);", parameters_header(), re.MULTILINE)
     assert declared == [name for _, name, _ in FIELDS]
     assert len(set(declared)) == len(declared)
+    declared = re.findall(r"^  .*?(\w+);", backward_parameters_header(), re.MULTILINE)
+    assert declared == ["forward", *[name for _, name, _ in BACKWARD_FIELDS]]
 
 
-def test_pointers_come_first_and_longer_fields_before_shorter_ones() -> None:
-    sizes = [4 if kind == "int" else 8 for kind, _, _ in FIELDS]
+@pytest.mark.parametrize("fields", [FIELDS, BACKWARD_FIELDS], ids=["forward", "backward"])
+def test_pointers_come_first_and_longer_fields_before_shorter_ones(fields: tuple[tuple[str, str, str], ...]) -> None:
+    sizes = [4 if kind == "int" else 8 for kind, _, _ in fields]
     assert sizes == sorted(sizes, reverse=True)
-    pointers = [kind.endswith("*") for kind, _, _ in FIELDS]
+    assert sum(sizes) % 8 == 0
+    pointers = [kind.endswith("*") for kind, _, _ in fields]
     assert pointers == sorted(pointers, reverse=True)
+
+
+def test_the_pointers_are_the_front_of_the_block() -> None:
+    pointers = [kind.endswith("*") for kind, _, _ in FIELDS]
     assert POINTERS.size == 8 * sum(pointers)
 
 
@@ -58,6 +79,21 @@ def test_each_value_lands_in_its_field(tmp_path: Path) -> None:
     subprocess.run(["g++", "-std=c++17", "-o", str(program), str(code)], check=True)
     printed = subprocess.run([str(program)], input=PACKER.pack(*values), capture_output=True, check=True).stdout
     assert [int(line) for line in printed.split()] == values
+
+
+def test_each_value_of_the_backward_lands_in_its_field(tmp_path: Path) -> None:
+    forward = [1000 + number for number in range(len(FIELDS))]
+    own = [2000 + number for number in range(len(BACKWARD_FIELDS))]
+    reads = [f'  printf("%lld\\n", (long long)p.forward.{name});' for _, name, _ in FIELDS]
+    reads += [f'  printf("%lld\\n", (long long)p.{name});' for _, name, _ in BACKWARD_FIELDS]
+    lines = ["#include <cstdio>", "typedef long long i64;", parameters_header(), backward_parameters_header()]
+    lines += ["int main() {", "  BackwardParameters p;", "  if (fread(&p, sizeof p, 1, stdin) != 1) return 1;"]
+    code, program = tmp_path / "read.cc", tmp_path / "read"
+    code.write_text("\n".join([*lines, *reads, "}"]), encoding="utf-8")
+    subprocess.run(["g++", "-std=c++17", "-o", str(program), str(code)], check=True)
+    block = BACKWARD_PACKER.pack(*forward, *own)
+    printed = subprocess.run([str(program)], input=block, capture_output=True, check=True).stdout
+    assert [int(line) for line in printed.split()] == [*forward, *own]
 
 
 def test_negative_sentinels_and_large_strides_fit() -> None:

@@ -60,14 +60,20 @@ def test_names_are_the_variants() -> None:
 
 def test_main_variants_are_what_engines_run() -> None:
     full = main_variants("sm_90")
-    for width, layout, kernel in itertools.product((2, 3, 4, 8), (0, 1, 2), ("conv_prefill", "conv_update")):
+    kinds = [*itertools.product((0, 1, 2), ("conv_prefill", "conv_update")), (0, "conv_backward")]
+    for width, (layout, kernel) in itertools.product((2, 3, 4, 8), kinds):
         of_kind = [v for v in full if (v.width, v.state_layout, v.kernel) == (width, layout, kernel)]
         assert {v.vec > 1 for v in of_kind} == {False, True}, (width, layout, kernel)
     for x, weight in (("bfloat16",) * 2, ("bfloat16", "float32"), ("float16",) * 2, ("float32",) * 2):
-        of_types = [v for v in full if (v.x, v.weight, v.width) == (x, weight, 4)]
+        of_types = [v for v in full if (v.x, v.weight, v.width) == (x, weight, 4) and v.kernel != "sum_partials"]
         assert {(v.packed, v.speculative) for v in of_types} == {(False, False), (True, False), (True, True)}
     for architecture in ARCHITECTURES:
-        assert {v.kernel for v in main_variants(architecture)} == {"conv_prefill", "conv_update"}
+        assert {v.kernel for v in main_variants(architecture)} == {
+            "conv_prefill",
+            "conv_update",
+            "conv_backward",
+            "sum_partials",
+        }
 
 
 REPORT = """ptxas info    : Function properties for conv_prefill

@@ -146,7 +146,7 @@ def accesses(vec: int, x: Tensor, weight: Tensor, bias: Tensor | None, pool: Ten
     """Whether every access of threads with `vec` channels is aligned: all rows, slots and threads, one by one."""
     channels, width = weight.shape
     positions = pool.shape[2]
-    layout = call._state_layout(pool)
+    layout = call.state_layout(pool)
     if channels % vec:
         return False
     for channel in range(0, channels, vec):

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serving_conv.contract import INT32_LIMIT, MAX_WIDTH, MIN_WIDTH
-from serving_conv.native.config import LaunchConfig, choose_prefill, choose_update
+from serving_conv.native.config import LaunchConfig, choose_backward, choose_prefill, choose_update
 
 WIDTHS = st.integers(MIN_WIDTH, MAX_WIDTH)
 X_BYTES = st.sampled_from([2, 4])
@@ -113,3 +113,25 @@ def test_the_measured_choices_stand(rows: int) -> None:
     )
     assert (one.vec, one.threads, one.sequences) == (2, 64, 1)
     assert (many.vec, many.threads, many.sequences) == (4, 128, 2)
+
+
+@settings(max_examples=1000)
+@given(
+    rows=SIZES, batches=st.integers(1, 64), channels=SIZES, width=WIDTHS, x_bytes=X_BYTES,
+    multiprocessors=st.integers(1, 200),
+)  # fmt: skip
+def test_backward(rows: int, batches: int, channels: int, width: int, x_bytes: int, multiprocessors: int) -> None:
+    sizes = {"rows": rows, "batches": batches, "channels": channels, "width": width, "x_bytes": x_bytes}
+    config = choose_backward(**sizes, multiprocessors=multiprocessors)
+    legal(config, x_bytes=x_bytes, width=width)
+    assert config.rows % GROUP == 0 and config.rows >= GROUP
+    assert config.ahead % GROUP == 0 and config.ahead >= 2 * GROUP
+    # x and dout in flight; every block of a multiprocessor also takes a kilobyte of the system's.
+    shared = 2 * config.ahead * config.threads * config.vec * x_bytes
+    assert shared <= 48 * 1024
+    assert config.min_blocks * (shared + 1024) <= SHARED_BYTES
+    # The partial sums stay small beside the streams: a run is no shorter than the device's size asks for.
+    runs = batches * -(-rows // config.rows)
+    tiles = -(-channels // (config.threads * config.vec))
+    assert config.rows == 16 or (runs - batches) * tiles <= multiprocessors * config.min_blocks
+    assert config == choose_backward(**sizes, multiprocessors=multiprocessors)

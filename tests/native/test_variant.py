@@ -28,6 +28,9 @@ PREFILL = Variant(
     rows=16,
 )
 UPDATE = dataclasses.replace(PREFILL, kernel="conv_update", rows=0, sequences=2)
+BACKWARD = dataclasses.replace(PREFILL, kernel="conv_backward", rows=0, ahead=12, ordered=True)
+SUM = dataclasses.replace(BACKWARD, kernel="sum_partials", vec=1, silu=False, ahead=0)
+KERNELS = {"prefill": PREFILL, "update": UPDATE, "backward": BACKWARD, "sum": SUM}
 OTHER = {
     "kernel": "conv_update",
     "x": "float16",
@@ -48,6 +51,7 @@ OTHER = {
     "checkpoints": True,
     "ahead": 4,
     "sequences": 1,
+    "ordered": True,
 }
 FIELDS = [field.name for field in dataclasses.fields(Variant)]
 
@@ -74,7 +78,7 @@ def test_every_field_changes_the_source(field: str, platform: str) -> None:
     assert source(changed, platform) != source(PREFILL, platform)
 
 
-@pytest.mark.parametrize("variant", [PREFILL, UPDATE], ids=["prefill", "update"])
+@pytest.mark.parametrize("variant", KERNELS.values(), ids=KERNELS)
 def test_numbers_become_macros_of_their_names(variant: Variant) -> None:
     text = source(variant, "cuda")
     for field in FIELDS:
@@ -91,7 +95,7 @@ def _parts(variant: Variant, platform: str) -> set[str]:
             and path.read_text(encoding="utf-8") in text}  # fmt: skip
 
 
-@pytest.mark.parametrize("variant", [PREFILL, UPDATE], ids=["prefill", "update"])
+@pytest.mark.parametrize("variant", KERNELS.values(), ids=KERNELS)
 @pytest.mark.parametrize("platform", ["cuda", "host"])
 def test_an_edit_of_any_file_changes_the_source(
     platform: str, variant: Variant, monkeypatch: pytest.MonkeyPatch
@@ -112,16 +116,18 @@ def test_an_edit_of_any_file_changes_the_source(
         "singles.cuh",
         f"{variant.kernel}.cu",
     }
+    if variant in (BACKWARD, SUM):
+        common.add("backward_parameters.cuh")
     own = {"platform_cuda.cuh"} if platform == "cuda" else {"platform_host.h", "host_entry.cc"}
     assert files == common | own
 
 
 def test_no_file_is_without_use() -> None:
-    used = {name for v in (PREFILL, UPDATE) for platform in ("cuda", "host") for name in _parts(v, platform)}
+    used = {name for v in KERNELS.values() for platform in ("cuda", "host") for name in _parts(v, platform)}
     assert {p.name for p in kernel_directory().iterdir() if p.suffix in (".cu", ".cuh", ".h", ".cc")} == used
 
 
-@pytest.mark.parametrize("variant", [PREFILL, UPDATE], ids=["prefill", "update"])
+@pytest.mark.parametrize("variant", KERNELS.values(), ids=KERNELS)
 def test_the_cuda_side_needs_no_header(variant: Variant) -> None:
     assert "#include" not in source(variant, "cuda")
     # The host's own, in angle brackets: nothing of ours is found by a path.
@@ -129,7 +135,7 @@ def test_the_cuda_side_needs_no_header(variant: Variant) -> None:
 
 
 def test_the_kernel_is_the_texts_only_entry() -> None:
-    for variant in (PREFILL, UPDATE):
+    for variant in KERNELS.values():
         assert re.findall(r"^KERNEL\(.*\) (\w+)\(", source(variant, "cuda"), re.MULTILINE) == [variant.kernel]
 
 

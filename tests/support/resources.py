@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from serving_conv.native.backward import BackwardBuffers, prepare_backward
 from serving_conv.native.call import Launch, prepare_prefill, prepare_update
 from serving_conv.native.variant import Variant, kernel_directory, source
 
@@ -70,6 +71,12 @@ def read_report(log: str) -> Usage:
 def variant_name(variant: Variant) -> str:
     """One line that names a variant in the resource file."""
     kind = variant.kernel.removeprefix("conv_")
+    if variant.kernel == "sum_partials":
+        return (
+            f"sum weight={_SHORT[variant.weight]} width={variant.width} threads={variant.threads}/{variant.min_blocks}"
+        )
+    if variant.kernel == "conv_backward":
+        kind += f" {'ordered' if variant.ordered else 'fast'} ahead={variant.ahead}"
     if variant.packed:
         kind += f" {'speculative' if variant.speculative else 'rows'} ahead={variant.ahead}"
     elif variant.sequences:
@@ -164,6 +171,26 @@ def _calls(
                 )
 
 
+def _backward_calls(x_type: torch.dtype, weight_type: torch.dtype, width: int, channels: int) -> Iterator[Launch]:
+    """A training step's backward, both reductions; sizes change the length of runs alone."""
+    x, weight = _meta((1, 8192, channels), x_type), _meta((channels, width), weight_type)
+    bias, windows = _meta((channels,), weight_type), _meta((8, width - 1, channels), torch.float32)
+    for ordered in (True, False):
+        yield from prepare_backward(
+            x,
+            x,
+            weight,
+            bias,
+            _pool("channels", channels, width - 1, x_type),
+            _meta((9,), torch.int32),
+            windows,
+            BackwardBuffers(x, weight, bias, windows),
+            activation="silu",
+            ordered=ordered,
+            multiprocessors=_MULTIPROCESSORS,
+        )[0]
+
+
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 _LAYOUTS = ("channels", "positions", "strided")
 
@@ -180,6 +207,8 @@ def main_variants(architecture: str) -> tuple[Variant, ...]:
             for launch in _calls(x, weight, width, layout, channels, (drafts,), capability):
                 assert launch is not None
                 found[launch.variant] = None
+            for launch in _backward_calls(x, weight, width, channels):
+                found[launch.variant] = None
 
     if architecture == FULL:
         add(((_BF16, _BF16),), (2, 3, 4), 3)
@@ -188,7 +217,7 @@ def main_variants(architecture: str) -> tuple[Variant, ...]:
     else:
         add(((_BF16, _BF16),), (4,), 3)
         add(((_FP32, _FP32),), (8,), 7)
-        return tuple(v for v in found if v.vec > 1 or v.kernel == "conv_prefill")
+        return tuple(v for v in found if v.vec > 1 or v.kernel != "conv_update")
     return tuple(found)
 
 

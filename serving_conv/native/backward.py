@@ -1,0 +1,212 @@
+"""Turns one backward call into its launches: the gradients of a run of rows, then the ordered sum of the runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from serving_conv.native.abi import BACKWARD_PACKER
+from serving_conv.native.call import Launch, split, word
+from serving_conv.native.config import LaunchConfig, choose_backward
+from serving_conv.native.variant import CHANNELS_CONTIGUOUS, Variant
+
+__all__ = ["BackwardBuffers", "prepare_backward"]
+
+_SUM_THREADS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardBuffers:
+    """What a backward writes; None where it is not wanted.
+
+    Attributes:
+        dx: `[B, T, D]`, channels contiguous, the type of x.
+        dweight: `[D, W]` contiguous, the type of the taps.
+        dbias: `[D]`, the type of the bias.
+        dinitial: fp32 `[N, W-1, D]` contiguous; sequences without rows leave their place as it is.
+    """
+
+    dx: Tensor | None
+    dweight: Tensor | None
+    dbias: Tensor | None
+    dinitial: Tensor | None
+
+
+def _name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _aligned_vec(
+    vec: int, x: Tensor, weight: Tensor, bias: Tensor | None, initial: Tensor | None, dout: Tensor, dx: Tensor | None
+) -> int:
+    """Halve `vec` until channels, base addresses and strides all allow its words."""
+    channels = x.shape[2]
+    if x.stride(2) != 1 or dout.stride(2) != 1:
+        return 1
+    while vec > 1:
+        x_word = word(vec * x.element_size())
+        runs: list[tuple[Tensor, int, tuple[int, ...]]] = [
+            (x, x_word, x.stride()[:2]),
+            (dout, x_word, dout.stride()[:2]),
+            (weight, word(vec * weight.shape[1] * weight.element_size()), ()),
+        ]
+        if dx is not None:
+            runs.append((dx, x_word, dx.stride()[:2]))
+        if bias is not None:
+            runs.append((bias, word(vec * bias.element_size()), ()))
+        if initial is not None:
+            runs.append((initial, word(vec * initial.element_size()), (initial.stride(0), initial.stride(2))))
+        if channels % vec == 0 and all(
+            tensor.data_ptr() % size == 0 and all(stride * tensor.element_size() % size == 0 for stride in strides)
+            for tensor, size, strides in runs
+        ):
+            break
+        vec //= 2
+    return vec
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def prepare_backward(
+    dout: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial: Tensor | None,
+    cu_seqlens: Tensor | None,
+    dfinal: Tensor | None,
+    buffers: BackwardBuffers,
+    *,
+    activation: str | None,
+    ordered: bool,
+    multiprocessors: int,
+    choose: Callable[..., LaunchConfig] = choose_backward,
+) -> tuple[list[Launch], list[Any]]:
+    """The launches of one backward, in order, and the scratch that must outlive them.
+
+    Args:
+        dout: `[B, T, D]`, any strides.
+        x: `[B, T, D]`, any strides.
+        weight: `[D, W]` contiguous.
+        bias: `[D]` contiguous, or None.
+        initial: `[N, D, W-1]` initial windows, channels contiguous, or None for zeros; sequences past the N-th
+            start from zeros.
+        cu_seqlens: int32 `[sequences + 1]` over all B*T rows, or None: every batch is a sequence.
+        dfinal: fp32 `[N, W-1, D]` contiguous, or None.
+        buffers: where the gradients go.
+        activation: SiLU unless None.
+        ordered: the sums of dweight and dbias are added in one fixed order.
+        multiprocessors: of the device.
+        choose: the launch choice.
+    """
+    batches, rows, channels = x.shape
+    width = weight.shape[1]
+    if batches == 0 or channels == 0 or rows == 0:
+        return [], []
+    config = choose(
+        rows=rows,
+        batches=batches,
+        channels=channels,
+        width=width,
+        x_bytes=x.element_size(),
+        multiprocessors=multiprocessors,
+    )
+    runs_per_batch = -(-rows // config.rows)
+    runs = runs_per_batch * batches
+    terms = width + (bias is not None)
+    sums = buffers.dweight is not None or buffers.dbias is not None
+    partials = dweight = dbias = None
+    if sums:
+        places = runs if ordered else 1
+        make = torch.empty if ordered else torch.zeros
+        partials = make((places, terms, channels), dtype=torch.float32, device=x.device)
+        # The second kernel writes both; what nobody asked for goes to scratch.
+        dweight = torch.empty_like(weight) if buffers.dweight is None else buffers.dweight
+        dbias = torch.empty_like(bias) if bias is not None and buffers.dbias is None else buffers.dbias
+    vec = _aligned_vec(config.vec, x, weight, bias, initial, dout, buffers.dx)
+    variant = Variant(
+        kernel="conv_backward",
+        x=_name(x),
+        weight=_name(weight),
+        state=_name(x if initial is None else initial),
+        bias=_name(weight if bias is None else bias),
+        width=width,
+        vec=vec,
+        threads=config.threads,
+        min_blocks=config.min_blocks,
+        state_layout=CHANNELS_CONTIGUOUS,
+        positions=width - 1,
+        has_bias=bias is not None,
+        silu=activation is not None,
+        ahead=config.ahead,
+        ordered=ordered,
+    )
+
+    def pack(run_count: int) -> bytes:
+        return BACKWARD_PACKER.pack(
+            x.data_ptr(),
+            weight.data_ptr(),
+            _address(bias),
+            _address(initial),
+            0,  # out
+            _address(cu_seqlens),
+            *(0, 0, 0, 0),  # slots, flags, counts, fault flag
+            *(0, 0, 0, 0),  # drafts and checkpoints of a step
+            x.stride(1),
+            0,
+            *((0, 0, 0) if initial is None else initial.stride()),
+            0,
+            batches * rows,
+            channels,
+            batches if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+            0 if initial is None else initial.shape[0],
+            width - 1,
+            -1,
+            *(0, 0),
+            dout.data_ptr(),
+            _address(buffers.dx),
+            _address(dfinal),
+            _address(buffers.dinitial),
+            _address(partials),
+            _address(dweight),
+            _address(dbias),
+            x.stride(0),
+            x.stride(2),
+            *dout.stride(),
+            *((0, 0) if buffers.dx is None else buffers.dx.stride()[:2]),
+            rows,
+            config.rows,
+            runs_per_batch,
+            run_count,
+            0 if buffers.dinitial is None else buffers.dinitial.shape[0],
+            0 if dfinal is None else dfinal.shape[0],
+        )
+
+    tiles = -(-channels // (config.threads * vec))
+    launches = [Launch(variant, pack(runs), (tiles, *split(runs)))]
+    if sums:
+        adder = Variant(
+            kernel="sum_partials",
+            x="float32",
+            weight=variant.weight,
+            state="float32",
+            bias=variant.bias,
+            width=width,
+            vec=1,
+            threads=_SUM_THREADS,
+            min_blocks=4,
+            state_layout=CHANNELS_CONTIGUOUS,
+            positions=width - 1,
+            has_bias=variant.has_bias,
+            silu=False,
+            ordered=True,
+        )
+        blocks = -(-terms * channels // _SUM_THREADS)
+        launches.append(Launch(adder, pack(runs if ordered else 1), (*split(blocks), 1)))
+    return launches, [partials, dweight, dbias]

@@ -1,0 +1,239 @@
+"""Owns the differentiable convolution on one device: `causal_conv1d`, and its operators for compilers.
+
+Forward and backward are registered as `torch.ops.serving_conv.conv1d_forward` and `conv1d_backward`, opaque to a
+compiler and with fakes, so `torch.compile(fullgraph=True)` traces through, and activation checkpoints replay them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from serving_conv.training.checks import check_convolution, check_sequences
+from serving_conv.training.determinism import deterministic_reduction
+from serving_conv.training.kernels import convolve, gradients
+from serving_conv.training.sequences import offsets_of
+
+__all__ = ["LIBRARY", "causal_conv1d", "filled", "register"]
+
+LIBRARY = torch.library.Library("serving_conv", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+@overload
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    *,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    *,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    *,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Differentiable causal depthwise convolution, for training.
+
+    Every row becomes `activation(bias + sum over taps)` of its window: the W-1 inputs before it in its sequence, then
+    itself, in the arithmetic of `causal_conv1d_fn` (fp32, one fixed order, one rounding), so a trainer's outputs are
+    the server's, bit for bit. Gradients of x, weight, bias and initial_states are computed in fp32 and rounded once.
+    The argument order is that of causal_conv1d.causal_conv1d_fn; x is `[B, T, D]` here, where that one has
+    `[B, D, T]`.
+
+    Args:
+        x: `[B, T, D]` bf16, fp16, fp32 or float64 (plain torch), any strides. If channels are not contiguous the
+            forward makes one contiguous copy; the backward reads every x and output gradient as they are.
+        weight: `[D, W]` contiguous, any of the three types (float64 with float64); 2 to 8 taps, the last one meets
+            the current token.
+        bias: `[D]` or None, own type.
+        activation: "silu" ("swish") or None.
+        seq_idx: int32 `[B, T]`, a number for each token: a sequence ends where the number changes.
+        cu_seqlens: int32 `[N+1]`, offsets of N sequences in the T tokens of B = 1, from 0. Rows past the last offset
+            give zeros and get none.
+        initial_states: `[N, D, W-1]` in the type of x, any strides: the inputs before each sequence, oldest first;
+            zeros if absent. Without offsets N = B. With seq_idx the n-th sequence takes the n-th; later ones start
+            from zeros.
+        return_final_states: also return the last W-1 inputs of each sequence, `[N, D, W-1]`, differentiable.
+
+    Returns:
+        out `[B, T, D]` in the type of x, or (out, final states).
+
+    Raises:
+        ContractError: a shape, type, stride, device or option breaks these rules; it is a ValueError.
+    """
+    check_convolution(x, weight, bias, activation)
+    check_sequences(x, weight, seq_idx, cu_seqlens, initial_states, want_final=return_final_states)
+    offsets = cu_seqlens if seq_idx is None else offsets_of(seq_idx)
+    activation = None if activation is None else "silu"
+    out, final = torch.ops.serving_conv.conv1d_forward(
+        x, weight, bias, initial_states, offsets, activation, return_final_states
+    )
+    return (out, final) if return_final_states else out
+
+
+def register(name: str, schema: str, body: Any, fake: Any) -> None:
+    """Register one opaque operator for every device."""
+    LIBRARY.define(f"{name}{schema}")  # type: ignore[no-untyped-call]
+    for key in ("CPU", "CUDA", "XPU"):
+        LIBRARY.impl(name, body, key)  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"serving_conv::{name}", fake, lib=LIBRARY)
+
+
+def filled(gradient: Tensor | None, like: Tensor) -> Tensor:
+    """An operator returns tensors only: one without elements stands for none."""
+    return like.new_empty(0) if gradient is None else gradient
+
+
+def _forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial: Tensor | None,
+    cu_seqlens: Tensor | None,
+    activation: str | None,
+    want_final: bool,
+) -> tuple[Tensor, Tensor]:
+    out, final = convolve(x, weight, bias, initial, cu_seqlens, activation=activation, want_final=want_final)
+    return out, filled(final, x)
+
+
+def _fake_forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial: Tensor | None,
+    cu_seqlens: Tensor | None,
+    activation: str | None,
+    want_final: bool,
+) -> tuple[Tensor, Tensor]:
+    sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if not want_final:
+        return out, x.new_empty(0)
+    return out, x.new_empty((sequences, weight.shape[1] - 1, x.shape[2])).transpose(1, 2)
+
+
+def _backward(
+    dout: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial: Tensor | None,
+    cu_seqlens: Tensor | None,
+    dfinal: Tensor | None,
+    activation: str | None,
+    wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dx, dweight, dbias, dinitial = gradients(
+        dout,
+        x,
+        weight,
+        bias,
+        initial,
+        cu_seqlens,
+        dfinal,
+        activation=activation,
+        deterministic=deterministic_reduction(),
+        wanted=(wanted[0], wanted[1], wanted[2], wanted[3]),
+    )
+    if dinitial is not None:
+        dinitial = dinitial.to(x.dtype)
+    return filled(dx, x), filled(dweight, x), filled(dbias, x), filled(dinitial, x)
+
+
+def _fake_backward(
+    dout: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial: Tensor | None,
+    cu_seqlens: Tensor | None,
+    dfinal: Tensor | None,
+    activation: str | None,
+    wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def like(tensor: Tensor | None, want: bool) -> Tensor:
+        if tensor is None or not want:
+            return x.new_empty(0)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=x.device)
+
+    dinitial = x.new_empty(0)
+    if initial is not None and wanted[3]:
+        shape = (initial.shape[0], initial.shape[2], initial.shape[1])
+        dinitial = torch.empty(shape, dtype=x.dtype, device=x.device).transpose(1, 2)
+    return like(x, wanted[0]), like(weight, wanted[1]), like(bias, wanted[2]), dinitial
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weight, bias, initial, cu_seqlens, activation, want_final = inputs
+    ctx.save_for_backward(x, weight, bias, initial, cu_seqlens)
+    ctx.activation, ctx.want_final = activation, want_final
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, dout: Tensor | None, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
+    x, weight, bias, initial, cu_seqlens = ctx.saved_tensors
+    if dout is None and (dfinal is None or not ctx.want_final):
+        return (None,) * 7
+    if dout is None:
+        dout = x.new_zeros(()).expand(x.shape)
+    wanted = [bool(ctx.needs_input_grad[place]) for place in range(4)]
+    found = torch.ops.serving_conv.conv1d_backward(
+        dout,
+        x,
+        weight,
+        bias,
+        initial,
+        cu_seqlens,
+        dfinal if ctx.want_final else None,
+        ctx.activation,
+        wanted,
+    )
+    present = (True, True, bias is not None, initial is not None)
+    grads = [g if want and there else None for g, want, there in zip(found, wanted, present, strict=True)]
+    return (*grads, None, None, None)
+
+
+register(
+    "conv1d_forward",
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor? initial_states, Tensor? cu_seqlens, str? activation, "
+    "bool want_final) -> (Tensor, Tensor)",
+    _forward,
+    _fake_forward,
+)
+register(
+    "conv1d_backward",
+    "(Tensor dout, Tensor x, Tensor weight, Tensor? bias, Tensor? initial_states, Tensor? cu_seqlens, "
+    "Tensor? dfinal, str? activation, bool[] wanted) -> (Tensor, Tensor, Tensor, Tensor)",
+    _backward,
+    _fake_backward,
+)
+torch.library.register_autograd("serving_conv::conv1d_forward", _differentiate, setup_context=_setup, lib=LIBRARY)

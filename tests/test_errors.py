@@ -548,7 +548,7 @@ DEBUG = """
 import torch
 import serving_conv
 from support.calls import valid, call, snapshot
-from serving_conv.contract import ENTRIES, PREFILL, UPDATE
+from serving_conv.contract import ENTRIES, STEP, UPDATE
 device = torch.device("DEVICE")
 
 def refused(entry, name, values, argument, *texts):
@@ -593,6 +593,36 @@ for entry in ENTRIES:
     call(entry, arguments)
     arguments[slots] = torch.tensor([0, 2, 0], dtype=torch.int32, device=device)
     call(entry, {**arguments, "pad_slot_id": 0})
+
+offsets, tokens, slots = "checkpoint_offsets", "checkpoint_tokens", "checkpoint_slots"
+refused(STEP, offsets, [1, 1, 1, 3], offsets, "[1, 1, 1, 3]", "start at 0", "repeats its offset")
+refused(STEP, offsets, [0, 2, 1, 3], offsets, "[0, 2, 1, 3]", "never decrease")
+refused(STEP, offsets, [0, -1, 1, 3], offsets, "[0, -1, 1, 3]")
+refused(STEP, offsets, [0, 1, 1, 4], offsets, "at most at 3")
+refused(STEP, tokens, [0, 2, 3], tokens, "0 for checkpoint 0 of sequence 0", "1 to 2", "of this call")
+refused(STEP, tokens, [3, 2, 3], tokens, "3 for checkpoint 0 of sequence 0", "1 to 2")
+refused(STEP, tokens, [1, 2, 4], tokens, "4 for checkpoint 2 of sequence 2", "1 to 3")
+refused(STEP, tokens, [1, -(2**31), 3], tokens, "checkpoint 1 of sequence 2")
+refused(STEP, slots, [4, 9, 6], slots, "slot 9 for checkpoint 1 of sequence 2", "0 to 8")
+refused(STEP, slots, [-2, 5, 6], slots, "slot -2 for checkpoint 0 of sequence 0", "pad_slot_id -1")
+refused(STEP, slots, [4, 5, 7], slots, "slot 7 for checkpoint 2", "sequence 1 owns", "no live sequence")
+refused(STEP, slots, [1, 5, 6], slots, "slot 1 for checkpoint 0", "sequence 0 owns")
+refused(STEP, slots, [4, 5, 4], slots, "slot 4 for checkpoints 0 and 2", "its own slot")
+
+def int32(*values):
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+# Legal: checkpoints of nobody, of padding and of empty sequences, whatever they carry; padding ones twice; the slot
+# of a sequence that is padding or empty.
+for legal in (
+    {offsets: int32(0, 1, 1, 1), tokens: int32(2, 99, -5), slots: int32(4, 1, 4)},
+    {offsets: int32(0, 0, 0, 0), tokens: int32(0, 0, 0), slots: int32(1, 7, 3)},
+    {tokens: int32(1, 0, 99), slots: int32(4, -1, -1)},
+    {"cache_indices": int32(-1, 7, 3), tokens: int32(77, 2, 3), slots: int32(99, 5, 1)},
+    {"cu_seqlens": int32(0, 0, 3, 6), tokens: int32(77, 2, 3), slots: int32(7, 1, 6)},
+    {offsets: int32(0, 0, 0, 0), tokens: int32(), slots: int32()},
+):
+    call(STEP, {**valid(STEP, device), **legal})
 print("done")
 """
 

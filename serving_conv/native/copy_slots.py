@@ -1,7 +1,7 @@
 """Launches `copy_slots`: a pool's tables on the device, built once, and each copy of all its layers in one launch.
 
 A launch takes up to 64 moves as parameters, so nothing is copied to the device for it; a longer list goes through
-pinned memory on the same stream. Nothing waits. A captured copy repeats the slots it was captured with.
+pinned memory on the same stream, and not into a graph. Nothing waits. A captured copy repeats its slots.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Literal, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from serving_conv.errors import CaptureError
 from serving_conv.native import host
 from serving_conv.native.copy_plan import MOVE, PARAMETERS, Side, move_order, pack_layer, plan_lanes
 from serving_conv.native.cuda import CudaBackend, check_status, load_variant
@@ -32,7 +33,7 @@ class Launcher(Protocol):
     """Starts `copy_slots` with a parameter block."""
 
     def stage(self, moves: bytes) -> Tensor:
-        """A list of moves where the kernel can read it, for as long as the tensor and a graph that took it live."""
+        """A list of moves where the kernel can read it."""
 
     def launch(self, parameters: ctypes.Array[ctypes.c_char], blocks: int, rows: int) -> None:
         """One launch of `blocks` by `rows` blocks."""
@@ -73,15 +74,22 @@ class CudaLauncher:
         with torch.cuda.device(device_index):
             self._kernel = load_variant(_VARIANT, device_index)
         self._config = self._kernel.new_config((1, 1, 1))
-        self._captured: list[Tensor] = []  # lists that graphs read again at every replay
 
     def stage(self, moves: bytes) -> Tensor:
-        """The bytes on the device, sent from pinned memory on the current stream."""
-        # torch's pinned memory is used again only when the copy from it is done, and no earlier.
-        pinned = _tensor(moves).pin_memory()
+        """The bytes on the device, sent from pinned memory on the current stream.
+
+        Raises:
+            CaptureError: the current stream is capturing, and a graph would read the memory again.
+        """
         if torch.cuda.is_current_stream_capturing():
-            self._captured.append(pinned)
-        return pinned.to(torch.device("cuda", self._device_index), non_blocking=True)
+            raise CaptureError(
+                "moves",
+                got=f"{len(moves) // MOVE.size} moves under graph capture",
+                wanted=f"{_VARIANT.moves} or fewer, which a launch takes as parameters",
+                remedy="make long copies outside the graph",
+            )
+        # torch gives pinned memory to others only when the copy from it is done.
+        return _tensor(moves).pin_memory().to(torch.device("cuda", self._device_index), non_blocking=True)
 
     def launch(self, parameters: ctypes.Array[ctypes.c_char], blocks: int, rows: int) -> None:
         """Launch it."""

@@ -17,8 +17,8 @@ from support.fuzz_specs import SILENT_MUTANT, SPECS
 TESTS = Path(__file__).resolve().parents[1]
 CASES = 40_000  # of all specs
 PARTS = 2
-# Left out for time alone: hundreds of type combinations, a kernel each, and calls of 2^31 elements.
-CONFORMANCE = "not type_combinations and not 65537 and not beyond_two_to"
+# Left out for time alone: hundreds of type combinations, a kernel each, calls of 2^31 elements, bugs on purpose.
+CONFORMANCE = "not type_combinations and not 65537 and not beyond_two_to and not planted_bug"
 
 
 def sanitized(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -66,7 +66,7 @@ def test_a_read_without_consequence_is_found() -> None:
     assert "heap-buffer-overflow" in done.stderr
 
 
-@pytest.mark.parametrize(("name", "least"), [("test_probes", 200), ("test_prefill", 150), ("test_update", 150)])
+@pytest.mark.parametrize(("name", "least"), [("test_probes", 200), ("test_prefill", 150), ("test_update", 150), ("pool/test_kernel_copies", 40)])
 def test_conformance(name: str, least: int) -> None:
     done = sanitized("pytest", "-q", "-p", "no:cacheprovider", "-k", CONFORMANCE, str(TESTS / f"{name}.py"))
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]

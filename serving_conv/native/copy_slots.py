@@ -7,8 +7,10 @@ pinned memory on the same stream, and not into a graph. Nothing waits. A capture
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import chain
 from typing import Literal, Protocol, TypeAlias
 
 import torch
@@ -148,6 +150,7 @@ class SlotCopyKernel:
         self._memory = _tensor(tables).to(states[0].device), sizes.to(states[0].device)
         self._addresses = self._memory[0].data_ptr(), self._memory[1].data_ptr()
         self._parameters = ctypes.create_string_buffer(PARAMETERS.size + _VARIANT.moves * MOVE.size)
+        self._moves = ctypes.addressof(self._parameters) + PARAMETERS.size
 
     def move(self, moves: Sequence[tuple[int, int, int]]) -> None:
         """Make all moves at once; see `move_order`.
@@ -191,11 +194,11 @@ class SlotCopyKernel:
             return
         (place, tiles), (layers, sizes), count = self._tables[kind], self._addresses, len(moves)
         staged: Tensor | None = None
+        packed = array("i", chain.from_iterable(moves)).tobytes()
         if count > _VARIANT.moves:
-            staged = self._launcher.stage(b"".join(MOVE.pack(*move) for move in moves))
+            staged = self._launcher.stage(packed)
         else:
-            for index, move in enumerate(moves):
-                MOVE.pack_into(self._parameters, PARAMETERS.size + index * MOVE.size, *move)
+            ctypes.memmove(self._moves, packed, len(packed))
         address = 0 if staged is None else staged.data_ptr()
         PARAMETERS.pack_into(
             self._parameters, 0, layers + place, sizes, package, address, tiles, count, entries, int(ordered)

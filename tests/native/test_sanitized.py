@@ -66,7 +66,10 @@ def test_a_read_without_consequence_is_found() -> None:
     assert "heap-buffer-overflow" in done.stderr
 
 
-@pytest.mark.parametrize(("name", "least"), [("test_probes", 200), ("test_prefill", 150), ("test_update", 150), ("pool/test_kernel_copies", 40)])
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [("test_probes", 200), ("test_prefill", 150), ("test_update", 150), ("pool/test_kernel_copies", 40)],
+)
 def test_conformance(name: str, least: int) -> None:
     done = sanitized("pytest", "-q", "-p", "no:cacheprovider", "-k", CONFORMANCE, str(TESTS / f"{name}.py"))
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]

@@ -70,7 +70,7 @@ def _device(call: Callable[[int], object]) -> float:
             call(turn)
     times: list[float] = []
     for _ in range(REPEATS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
         graph.replay()
         end.record()
@@ -94,7 +94,7 @@ def measure(layers: int, channels: int, layout: PoolLayout) -> list[Row]:
         copies.copy(*slots(turn)[:2])
 
     def checkpoint(copies: SlotCopies, turn: int) -> None:
-        copies.copy(*slots(turn)[:2], shift=1)
+        copies.copy(slots(turn)[0], slots(turn)[1], shift=1)
 
     def swap(copies: SlotCopies, turn: int) -> None:
         first, second = slots(turn)[:2]

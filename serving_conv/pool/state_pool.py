@@ -54,6 +54,8 @@ class StatePool:
 
     Raises:
         ContractError: too few slots or positions, no layers, unknown layout or sentinel, or unfit tensors.
+        BackendError: the kernel that copies slots, which a pool on a GPU loads at once, cannot be compiled.
+        CaptureError: it is the first pool of a GPU, and the current stream is capturing.
     """
 
     def __init__(

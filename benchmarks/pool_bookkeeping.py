@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from serving_conv.pool import LayerState, StatePool
-from serving_conv.pool.copies import copy_slot
+from serving_conv.pool.copies import TorchCopies
 
 TARGET = 5.0  # microseconds at the median, for take, free and fork
 BLOCKS, BLOCK_TOKENS = 64, 16  # block hashes of a prompt of 1,024 tokens
@@ -107,11 +107,11 @@ def _no_copy(*_: object, **__: object) -> None:
 
 def measure(slots: int, calls: int) -> list[Row]:
     """Time every operation `calls` times."""
-    with mock.patch("serving_conv.pool.state_pool.copy_slot", new=_no_copy):
+    with mock.patch.object(TorchCopies, "copy", new=_no_copy):
         rows = _time_slots(slots, calls) + _time_prefixes(slots, calls)
-    states = StatePool(slots, [LayerState(1, 2)]).states
+    copies = TorchCopies(StatePool(slots, [LayerState(1, 2)]).states)
     pairs = [(source, slots - source) for source in range(1, min(calls, slots // 2 - 1) + 1)]
-    return [*rows, _time("(slot copy)", "1 layer of 1 value", lambda pair: copy_slot(states, *pair), pairs)]
+    return [*rows, _time("(slot copy)", "1 layer of 1 value", lambda pair: copies.copy(*pair), pairs)]
 
 
 def main(

@@ -20,7 +20,7 @@ from serving_conv.faults import fault_flag
 from serving_conv.native.abi import BACKWARD_PACKER
 from serving_conv.native.backward import prepare_backward
 from serving_conv.native.call import Launch, prepare_prefill, prepare_update
-from serving_conv.native.variant import Variant, source
+from serving_conv.native.variant import AnyVariant, source
 from serving_conv.settings import SETTINGS
 
 __all__ = [
@@ -87,7 +87,7 @@ def _traits_of_device(device_index: int) -> tuple[int, int]:
     return int(properties.multi_processor_count), 10 * int(properties.major) + int(properties.minor)
 
 
-def compile_variant(variant: Variant, architecture: str) -> Any:
+def compile_variant(variant: AnyVariant, architecture: str) -> Any:
     """Compile, or find in the disk cache, one variant as a cubin.
 
     Args:
@@ -122,7 +122,7 @@ class Kernel:
         call: the driver's launch.
     """
 
-    def __init__(self, variant: Variant, device_index: int) -> None:
+    def __init__(self, variant: AnyVariant, device_index: int) -> None:
         from cuda.bindings import driver
 
         major, minor = torch.cuda.get_device_capability(device_index)
@@ -180,10 +180,10 @@ def check_status(result: tuple[Any, ...]) -> Any:
     return values[0] if values else None
 
 
-_kernels: dict[tuple[Variant, int], Kernel] = {}
+_kernels: dict[tuple[AnyVariant, int], Kernel] = {}
 
 
-def load_variant(variant: Variant, device_index: int) -> Kernel:
+def load_variant(variant: AnyVariant, device_index: int) -> Kernel:
     """The loaded kernel of a variant on a device.
 
     Raises:

@@ -23,7 +23,7 @@ from serving_conv.errors import BackendError
 from serving_conv.faults import fault_flag
 from serving_conv.native.backward import prepare_backward
 from serving_conv.native.call import Launch, prepare_prefill, prepare_update
-from serving_conv.native.variant import Variant, source
+from serving_conv.native.variant import AnyVariant, source
 from serving_conv.settings import SETTINGS
 
 __all__ = ["HostBackend", "run_backward"]
@@ -70,7 +70,7 @@ def _run(launch: Launch | None, *, reverse: bool = False) -> None:
 
 
 @cache
-def _load(variant: Variant) -> Any:
+def _load(variant: AnyVariant) -> Any:
     library = ctypes.CDLL(str(_compiled(source(variant, "host"))))
     function = library.launch
     function.argtypes = [ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint, ctypes.c_uint, ctypes.c_int]

@@ -9,10 +9,20 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
+from typing import TypeAlias
 
 from serving_conv.errors import BackendError
 
-__all__ = ["CHANNELS_CONTIGUOUS", "POSITIONS_DENSE", "STRIDED", "Variant", "kernel_directory", "source"]
+__all__ = [
+    "CHANNELS_CONTIGUOUS",
+    "POSITIONS_DENSE",
+    "STRIDED",
+    "AnyVariant",
+    "CopyVariant",
+    "Variant",
+    "kernel_directory",
+    "source",
+]
 
 CHANNELS_CONTIGUOUS, POSITIONS_DENSE, STRIDED = 0, 1, 2  # STATE_LAYOUT of kernels/window.cuh
 
@@ -47,6 +57,19 @@ class Variant:
     ordered: bool = False  # backward: each run's sums have a place of their own
 
 
+@dataclass(frozen=True, slots=True)
+class CopyVariant:
+    """The compiled copy of slots, which knows neither types nor layouts: its tables do."""
+
+    kernel: str = "copy_slots"
+    threads: int = 128
+    min_blocks: int = 8
+    moves: int = 64  # that a launch takes as parameters
+
+
+AnyVariant: TypeAlias = Variant | CopyVariant
+
+
 def kernel_directory() -> Path:
     """The folder of the kernel sources: inside the installed package, else beside it in a source tree.
 
@@ -68,18 +91,21 @@ def read_kernel_file(name: str) -> str:
     return (kernel_directory() / name).read_text(encoding="utf-8")
 
 
-def source(variant: Variant, platform: str) -> str:
+def source(variant: AnyVariant, platform: str) -> str:
     """The translation unit of a variant; `platform` is `cuda` or `host`."""
-    header = ["struct BFloat16;", "struct Float16;", "struct Float32;"]
-    for alias, name in (("X", "x"), ("Weight", "weight"), ("State", "state"), ("Bias", "bias")):
-        header.append(f"typedef {_TYPES[getattr(variant, name)]} {alias};")
+    header: list[str] = []
+    backward = variant.kernel in _BACKWARD_KERNELS
+    files: tuple[str, ...] = ()
+    if isinstance(variant, Variant):
+        files = (*_FILES, "backward_parameters.cuh") if backward else _FILES
+        header += ["struct BFloat16;", "struct Float16;", "struct Float32;"]
+        for alias, name in (("X", "x"), ("Weight", "weight"), ("State", "state"), ("Bias", "bias")):
+            header.append(f"typedef {_TYPES[getattr(variant, name)]} {alias};")
     for field in fields(variant):
         value = getattr(variant, field.name)
         if not isinstance(value, str):
             header.append(f"#define {field.name.upper()} {int(value)}")
     parts = [read_kernel_file("platform_cuda.cuh" if platform == "cuda" else "platform_host.h"), "\n".join(header)]
-    backward = variant.kernel in _BACKWARD_KERNELS
-    files = (*_FILES, "backward_parameters.cuh") if backward else _FILES
     parts += [read_kernel_file(name) for name in (*files, f"{variant.kernel}.cu")]
     if platform == "host":
         parts.append(f"#define KERNEL_PARAMETERS {'BackwardParameters' if backward else 'Parameters'}")

@@ -12,7 +12,7 @@ from torch import Tensor
 from serving_conv.errors import ContractError
 from serving_conv.pool.layout import ChannelPart, LayerState
 
-__all__ = ["SlotPackage", "cut_package", "join_packages", "pack_slot", "unpack_slot"]
+__all__ = ["SlotPackage", "cut_package", "join_packages"]
 
 _ALIGNMENT = 16  # bytes; every layer begins on a multiple, so that its type may view the buffer
 
@@ -55,6 +55,14 @@ class SlotPackage:
         size = _offsets(layers, len(tokens))[-1]
         return cls(torch.zeros(size, dtype=torch.uint8, device=device), tuple(tokens), tuple(layers))
 
+    @classmethod
+    def empty(
+        cls, tokens: Sequence[int], layers: Sequence[LayerState], device: torch.device | str = "cpu"
+    ) -> SlotPackage:
+        """A package whose every byte is still to be written."""
+        size = _offsets(layers, len(tokens))[-1]
+        return cls(torch.empty(size, dtype=torch.uint8, device=device), tuple(tokens), tuple(layers))
+
     def window(self, layer: int) -> Tensor:
         """The layer's `[slots, channels, W-1]`, a view of the buffer."""
         state = self.layers[layer]
@@ -78,18 +86,6 @@ def _offsets(layers: Sequence[LayerState], slots: int) -> list[int]:
         end = offsets[-1] + slots * layer.channels * (layer.width - 1) * layer.dtype.itemsize
         offsets.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
     return offsets
-
-
-def pack_slot(package: SlotPackage, index: int, states: Sequence[Tensor], slot: int, accepted: int) -> None:
-    """Copy a slot's windows, which begin at position `accepted - 1`, into entry `index` of the package."""
-    for window, state in zip(package.windows(), states, strict=True):
-        window[index].copy_(state[slot, :, accepted - 1 : accepted - 1 + window.shape[2]])
-
-
-def unpack_slot(package: SlotPackage, index: int, states: Sequence[Tensor], slot: int) -> None:
-    """Copy entry `index` of the package into a slot, windows at position 0."""
-    for window, state in zip(package.windows(), states, strict=True):
-        state[slot, :, : window.shape[2]].copy_(window[index])
 
 
 def cut_package(package: SlotPackage, parts: Sequence[ChannelPart], rank: int, ranks: int) -> SlotPackage:

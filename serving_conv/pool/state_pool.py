@@ -1,7 +1,8 @@
 """Owns the state pool: all layers' tensors, outputs and workspace, and what may be done to the slots.
 
 Every operation that fills a slot copies into one that is still free and lets the ledger hand it over last; so an
-exception anywhere loses no slot and publishes nothing by half. Nothing here reads the device or keeps a view.
+exception anywhere loses no slot and publishes nothing by half; an import, one launch for all its slots, gives them
+back instead. Nothing here reads the device or keeps a view.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from serving_conv.errors import ContractError
-from serving_conv.pool.copies import SlotMove, copy_slot, move_slots
+from serving_conv.pool.copies import SlotMove, copies_of
 from serving_conv.pool.layout import (
     LayerState,
     PoolLayout,
@@ -24,7 +25,7 @@ from serving_conv.pool.layout import (
     workspace_elements,
 )
 from serving_conv.pool.ledger import RESERVED_SLOT, Ledger, Slot, SlotCounts
-from serving_conv.pool.package import SlotPackage, pack_slot, unpack_slot
+from serving_conv.pool.package import SlotPackage
 from serving_conv.pool.prefix import PrefixIndex, PrefixKey, PrefixStatistics
 
 __all__ = ["StatePool"]
@@ -53,6 +54,8 @@ class StatePool:
 
     Raises:
         ContractError: too few slots or positions, no layers, unknown layout or sentinel, or unfit tensors.
+        BackendError: the kernel that copies slots, which a pool on a GPU loads at once, cannot be compiled.
+        CaptureError: it is the first pool of a GPU, and the current stream is capturing.
     """
 
     def __init__(
@@ -100,6 +103,7 @@ class StatePool:
         else:
             check_adopted(tensors, slots, layers, self.positions, layout, self.device)
         self.states = tuple(tensors)
+        self._copies = copies_of(self.states, self.layers)
         self.outputs = tuple(
             torch.empty(max_tokens, layer.channels, dtype=layer.dtype, device=self.device)
             for layer in layers
@@ -127,7 +131,7 @@ class StatePool:
         occupant = self._ledger.occupant(slot)
         if not self._ledger.room():
             return None
-        copy_slot(self.states, occupant.handle, self._ledger.vacant)
+        self._copies.copy(occupant.handle, self._ledger.vacant)
         return self._ledger.claim(occupant.tokens, occupant.accepted)
 
     def commit(self, slot: int, tokens: int, accepted: int | None = None) -> None:
@@ -169,7 +173,7 @@ class StatePool:
         destination, source = self._ledger.occupant(slot).handle, self._ledger.occupant(savepoint).handle
         if source == destination:
             raise ContractError("savepoint", got=f"slot {source} itself", wanted="a fork of the slot")
-        copy_slot(self.states, source, destination)
+        self._copies.copy(source, destination)
         self._ledger.replace(slot, savepoint)
 
     def tokens(self, slot: int) -> int:
@@ -221,7 +225,7 @@ class StatePool:
             return True
         if not self._ledger.room():
             return False
-        copy_slot(self.states, occupant.handle, self._ledger.vacant, shift=occupant.accepted - 1)
+        self._copies.copy(occupant.handle, self._ledger.vacant, shift=occupant.accepted - 1)
         return self._ledger.publish(key, tokens)
 
     def longest_prefix(self, keys: Sequence[tuple[PrefixKey, int]]) -> tuple[PrefixKey, int] | None:
@@ -248,7 +252,7 @@ class StatePool:
         key, tokens = found
         if not self._ledger.room(1, key):
             return None
-        copy_slot(self.states, self._prefixes[key].slot, self._ledger.vacant)
+        self._copies.copy(self._prefixes[key].slot, self._ledger.vacant)
         self._prefixes.hits += 1
         return self._ledger.claim(tokens), tokens
 
@@ -292,7 +296,7 @@ class StatePool:
         for move in moves:
             self._ledger.occupant(move.source)
             self._ledger.occupant(move.destination)
-        move_slots(self.states, moves)
+        self._copies.move(moves)
 
     def export(self, slots: Sequence[int]) -> SlotPackage:
         """Windows and token counts of live slots in one contiguous buffer on the pool's device.
@@ -301,10 +305,10 @@ class StatePool:
             ContractError: a slot is not live.
         """
         occupants = [self._ledger.occupant(slot) for slot in slots]
-        package = SlotPackage.zeros([occupant.tokens for occupant in occupants], self.layers, self.device)
-        for index, (handle, tokens, accepted) in enumerate(occupants):
-            if tokens:  # a slot without history is not read
-                pack_slot(package, index, self.states, handle, accepted)
+        package = SlotPackage.empty([occupant.tokens for occupant in occupants], self.layers, self.device)
+        # A slot without history is not read.
+        windows = [(int(handle), accepted - 1) if tokens else None for handle, tokens, accepted in occupants]
+        self._copies.pack(package, windows)
         return package
 
     def import_(self, package: SlotPackage) -> list[Slot] | None:
@@ -321,9 +325,10 @@ class StatePool:
             return None
         slots: list[Slot] = []
         try:
-            for index, tokens in enumerate(package.tokens):
-                unpack_slot(package, index, self.states, self._ledger.vacant)
-                slots.append(self._ledger.claim(tokens))
+            # Noted one by one, so that none is lost.
+            for tokens in package.tokens:
+                slots.append(self._ledger.claim(tokens))  # noqa: PERF401
+            self._copies.unpack(package, slots)
             return slots
         except BaseException:
             for slot in slots:

@@ -21,6 +21,8 @@ from support.resources import (
     variant_name,
 )
 
+from serving_conv.native.variant import CopyVariant
+
 PART = 64  # variants of one test, so that two workers share the time
 PARTS = [
     (architecture, part)
@@ -46,8 +48,18 @@ def test_no_spills_and_no_more_registers_than_stated(architecture: str, part: in
     assert not wrong, f"{architecture}:\n" + "\n".join(wrong)
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_copy_of_slots_likewise(architecture: str) -> None:
+    variant = CopyVariant()
+    usage = measure(variant, architecture)
+    registers = round_up(usage.registers)
+    assert usage.local_bytes == 0
+    assert registers <= stated()[variant_name(variant)][architecture]
+    assert registers * variant.threads * variant.min_blocks <= 65536
+
+
 def test_the_file_states_nothing_else() -> None:
-    wanted = {(variant_name(v), a) for a in ARCHITECTURES for v in main_variants(a)}
+    wanted = {(variant_name(v), a) for a in ARCHITECTURES for v in (*main_variants(a), CopyVariant())}
     found = {(name, a) for name, by_architecture in stated().items() for a in by_architecture}
     assert found == wanted
 

@@ -17,7 +17,7 @@ from support.fuzz_specs import SILENT_MUTANT, SPECS
 TESTS = Path(__file__).resolve().parents[1]
 CASES = 40_000  # of all specs
 PARTS = 2
-# Left out for time alone: hundreds of type combinations, a kernel each, and calls of 2^31 elements.
+# Left out for time alone: hundreds of type combinations, a kernel each, calls of 2^31 elements, bugs on purpose.
 CONFORMANCE = "not type_combinations and not 65537 and not beyond_two_to and not planted"
 
 
@@ -67,7 +67,14 @@ def test_a_read_without_consequence_is_found() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "least"), [("test_probes", 200), ("test_prefill", 150), ("test_update", 150), ("training/test_kernel", 60)]
+    ("name", "least"),
+    [
+        ("test_probes", 200),
+        ("test_prefill", 150),
+        ("test_update", 150),
+        ("pool/test_kernel_copies", 40),
+        ("training/test_kernel", 60),
+    ],
 )
 def test_conformance(name: str, least: int) -> None:
     done = sanitized("pytest", "-q", "-p", "no:cacheprovider", "-k", CONFORMANCE, str(TESTS / f"{name}.py"))

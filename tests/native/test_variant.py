@@ -9,7 +9,7 @@ import pytest
 
 from serving_conv.errors import BackendError
 from serving_conv.native import variant as module
-from serving_conv.native.variant import Variant, kernel_directory, source
+from serving_conv.native.variant import AnyVariant, CopyVariant, Variant, kernel_directory, source
 
 PREFILL = Variant(
     kernel="conv_prefill",
@@ -53,6 +53,7 @@ OTHER = {
     "sequences": 1,
     "ordered": True,
 }
+COPY = CopyVariant()
 FIELDS = [field.name for field in dataclasses.fields(Variant)]
 
 
@@ -88,7 +89,17 @@ def test_numbers_become_macros_of_their_names(variant: Variant) -> None:
     assert "typedef BFloat16 X;" in text
 
 
-def _parts(variant: Variant, platform: str) -> set[str]:
+@pytest.mark.parametrize("platform", ["cuda", "host"])
+def test_the_copy_knows_neither_types_nor_layouts(platform: str) -> None:
+    text = source(COPY, platform)
+    for field in ("threads", "min_blocks", "moves"):
+        assert f"#define {field.upper()} {getattr(COPY, field)}\n" in text
+        assert source(dataclasses.replace(COPY, **{field: 32}), platform) != text
+    own = {"platform_cuda.cuh"} if platform == "cuda" else {"platform_host.h", "host_entry.cc"}
+    assert _parts(COPY, platform) == {"copy_slots.cu"} | own
+
+
+def _parts(variant: AnyVariant, platform: str) -> set[str]:
     """Kernel files that are in a source text."""
     text = source(variant, platform)
     return {path.name for path in kernel_directory().iterdir() if path.suffix in (".cu", ".cuh", ".h", ".cc")
@@ -123,19 +134,20 @@ def test_an_edit_of_any_file_changes_the_source(
 
 
 def test_no_file_is_without_use() -> None:
-    used = {name for v in KERNELS.values() for platform in ("cuda", "host") for name in _parts(v, platform)}
+    variants = (*KERNELS.values(), COPY)
+    used = {name for v in variants for platform in ("cuda", "host") for name in _parts(v, platform)}
     assert {p.name for p in kernel_directory().iterdir() if p.suffix in (".cu", ".cuh", ".h", ".cc")} == used
 
 
-@pytest.mark.parametrize("variant", KERNELS.values(), ids=KERNELS)
-def test_the_cuda_side_needs_no_header(variant: Variant) -> None:
+@pytest.mark.parametrize("variant", [*KERNELS.values(), COPY], ids=[*KERNELS, "copy"])
+def test_the_cuda_side_needs_no_header(variant: AnyVariant) -> None:
     assert "#include" not in source(variant, "cuda")
     # The host's own, in angle brackets: nothing of ours is found by a path.
     assert set(re.findall(r"#include (\S+)", source(variant, "host"))) <= {"<math.h>", "<stdint.h>", "<string.h>"}
 
 
 def test_the_kernel_is_the_texts_only_entry() -> None:
-    for variant in KERNELS.values():
+    for variant in (*KERNELS.values(), COPY):
         assert re.findall(r"^KERNEL\(.*\) (\w+)\(", source(variant, "cuda"), re.MULTILINE) == [variant.kernel]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 import serving_conv.pool
-from serving_conv.pool import LayerState, PoolLayout, StatePool, pool_positions
+from serving_conv.native.copy_slots import HostLauncher
+from serving_conv.pool import LayerState, PoolLayout, StatePool, pool_positions, state_pool
+from serving_conv.pool.copies import KernelCopies, SlotCopies, TorchCopies
 
 GUARD = 777.0
 _FOLDER = str(Path(serving_conv.pool.__file__).parent)
@@ -56,6 +58,17 @@ class Lines:
 def lines() -> Lines:
     """A line counter and fault injector."""
     return Lines()
+
+
+@pytest.fixture(params=["torch", "kernel"])
+def copies_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Pools made under it copy by torch, or by the kernel's source on the CPU, whatever the environment says."""
+
+    def copies(states: Sequence[Tensor], layers: Sequence[LayerState]) -> SlotCopies:
+        return TorchCopies(states) if request.param == "torch" else KernelCopies(states, layers, HostLauncher())
+
+    monkeypatch.setattr(state_pool, "copies_of", copies)
+    return str(request.param)
 
 
 class EnginePage:

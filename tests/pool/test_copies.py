@@ -14,6 +14,8 @@ from serving_conv import ContractError
 from serving_conv.pool import LayerState, PoolLayout, SlotMove, StatePool
 from serving_conv.pool.copies import move_slots
 
+pytestmark = pytest.mark.usefixtures("copies_by")
+
 LAYOUTS: list[PoolLayout] = ["channels", "positions"]
 
 

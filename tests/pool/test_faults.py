@@ -11,6 +11,8 @@ import torch
 
 from serving_conv.pool import LayerState, Slot, SlotMove, SlotPackage, StatePool
 
+pytestmark = pytest.mark.usefixtures("copies_by")
+
 CHAIN = [("old", 3), ("middle", 5), ("missing", 7)]
 
 

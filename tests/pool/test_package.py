@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from serving_conv import ContractError
 from serving_conv.pool import ChannelPart, LayerState, SlotPackage, StatePool, cut_package, join_packages
 
+pytestmark = pytest.mark.usefixtures("copies_by")
+
 MAMBA = (ChannelPart("x", 16), ChannelPart("B", 8, groups=2), ChannelPart("C", 8, groups=2))
 ATTENTION = (ChannelPart("q", 16, groups=8), ChannelPart("k", 8, groups=4), ChannelPart("v", 24, groups=4))
 LAYERS = (LayerState(32, 4, torch.bfloat16), LayerState(32, 2, torch.float32), LayerState(32, 3, torch.float16))

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 from serving_conv import ops
 from serving_conv.cli import app
-from serving_conv.pool import StatePool, state_pool
+from serving_conv.pool import StatePool
+from serving_conv.pool.copies import KernelCopies, TorchCopies
 from serving_conv.replay import ReplayReport, Request, Trace
 
 Play = Callable[..., ReplayReport]
@@ -64,11 +65,13 @@ def vary_with_the_batch(patch: pytest.MonkeyPatch) -> None:
 
 
 def copy_nothing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(state_pool, "copy_slot", lambda *args, **options: None)
+    for copies in (TorchCopies, KernelCopies):
+        patch.setattr(copies, "copy", lambda *args, **options: None)
 
 
 def import_nothing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(state_pool, "unpack_slot", lambda *args, **options: None)
+    for copies in (TorchCopies, KernelCopies):
+        patch.setattr(copies, "unpack", lambda *args, **options: None)
 
 
 def pool_forgets_counts(patch: pytest.MonkeyPatch) -> None:

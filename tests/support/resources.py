@@ -21,7 +21,7 @@ from torch import Tensor
 
 from serving_conv.native.backward import BackwardBuffers, prepare_backward
 from serving_conv.native.call import Launch, prepare_prefill, prepare_update
-from serving_conv.native.variant import Variant, kernel_directory, source
+from serving_conv.native.variant import AnyVariant, CopyVariant, Variant, kernel_directory, source
 
 __all__ = ["ARCHITECTURES", "Usage", "main_variants", "measure", "round_up", "stated", "variant_name"]
 
@@ -49,7 +49,7 @@ class Usage:
     shared_bytes: int
 
 
-def measure(variant: Variant, architecture: str) -> Usage:
+def measure(variant: AnyVariant, architecture: str) -> Usage:
     """Compile a variant as the `cuda` backend does and read the assembler's report."""
     from cuda.core import Program, ProgramOptions
 
@@ -68,8 +68,10 @@ def read_report(log: str) -> Usage:
     return Usage(int(registers), sum(map(int, frame)), int(shared[0]) if shared else 0)
 
 
-def variant_name(variant: Variant) -> str:
+def variant_name(variant: AnyVariant) -> str:
     """One line that names a variant in the resource file."""
+    if isinstance(variant, CopyVariant):
+        return f"{variant.kernel} threads={variant.threads}/{variant.min_blocks}"
     kind = variant.kernel.removeprefix("conv_")
     if variant.kernel == "sum_partials":
         return (
@@ -240,7 +242,7 @@ def round_up(registers: int) -> int:
     return -(-registers // _UNIT) * _UNIT
 
 
-def _measure_named(task: tuple[str, Variant]) -> tuple[str, str, Usage]:
+def _measure_named(task: tuple[str, AnyVariant]) -> tuple[str, str, Usage]:
     architecture, variant = task
     return architecture, variant_name(variant), measure(variant, architecture)
 
@@ -254,7 +256,11 @@ def _nvrtc_version() -> str:
 
 def main() -> None:
     """Compile everything and rewrite the file; report what uses local memory."""
-    tasks = [(architecture, variant) for architecture in ARCHITECTURES for variant in main_variants(architecture)]
+    tasks: list[tuple[str, AnyVariant]] = [
+        (architecture, variant)
+        for architecture in ARCHITECTURES
+        for variant in (*main_variants(architecture), CopyVariant())
+    ]
     registers: dict[str, dict[str, int]] = {}
     spilled = 0
     with ProcessPoolExecutor(2) as workers:  # NVRTC compiles one program at a time in a process

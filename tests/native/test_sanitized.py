@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.fuzz_specs import SILENT_MUTANT, SPECS
+from support.fuzz_specs import SILENT_MUTANTS, SPECS
 
 TESTS = Path(__file__).resolve().parents[1]
 CASES = 40_000  # of all specs
@@ -60,13 +60,17 @@ def test_fuzz(part: int) -> None:
     assert count >= 20_000 // PARTS
 
 
-def test_a_read_without_consequence_is_found() -> None:
-    done = sanitized("support.fuzz", "--exact", "--cases", "512", "--mutant", SILENT_MUTANT)
+@pytest.mark.parametrize("name", SILENT_MUTANTS)
+def test_a_read_without_consequence_is_found(name: str) -> None:
+    done = sanitized("support.fuzz", "--exact", "--cases", "512", "--mutant", name)
     assert done.returncode != 0
     assert "heap-buffer-overflow" in done.stderr
 
 
-@pytest.mark.parametrize(("name", "least"), [("test_probes", 200), ("test_prefill", 150), ("test_update", 150)])
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [("test_probes", 200), ("test_prefill", 150), ("test_update", 150), ("test_step_entry", 30)],
+)
 def test_conformance(name: str, least: int) -> None:
     done = sanitized("pytest", "-q", "-p", "no:cacheprovider", "-k", CONFORMANCE, str(TESTS / f"{name}.py"))
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.fuzz_specs import SILENT_MUTANT, SPECS
+from support.fuzz_specs import SILENT_MUTANTS, SPECS
 
 TESTS = Path(__file__).resolve().parents[1]
 CASES = 40_000  # of all specs
@@ -60,8 +60,9 @@ def test_fuzz(part: int) -> None:
     assert count >= 20_000 // PARTS
 
 
-def test_a_read_without_consequence_is_found() -> None:
-    done = sanitized("support.fuzz", "--exact", "--cases", "512", "--mutant", SILENT_MUTANT)
+@pytest.mark.parametrize("name", SILENT_MUTANTS)
+def test_a_read_without_consequence_is_found(name: str) -> None:
+    done = sanitized("support.fuzz", "--exact", "--cases", "512", "--mutant", name)
     assert done.returncode != 0
     assert "heap-buffer-overflow" in done.stderr
 
@@ -72,6 +73,7 @@ def test_a_read_without_consequence_is_found() -> None:
         ("test_probes", 200),
         ("test_prefill", 150),
         ("test_update", 150),
+        ("test_step_entry", 30),
         ("pool/test_kernel_copies", 40),
         ("training/test_kernel", 60),
     ],

@@ -215,7 +215,7 @@ MUTANTS: dict[str, Mutant] = {
     "checkpoint offsets may pass the last one": Mutant(
         35, (("i < last && i < p.checkpoints; ++i", "i < last; ++i"),), silent=True
     ),
-    "checkpoint offsets may be negative": Mutant(35, (("first < 0 ? 0 : first", "first"),), silent=True),
+    "checkpoint offsets may be -1": Mutant(35, (("first < 0 ? 0 : first", "first < -1 ? 0 : first"),), silent=True),
     "the last draft is dropped": Mutant(
         36, (("tokens = g.end - g.begin < room ?", "tokens = -1 + g.end - g.begin < room ? -1 +"),)
     ),

@@ -177,7 +177,7 @@ class Vllm(_Peer):
     def __init__(self, *, dependent_launch: bool) -> None:
         self.name = "vLLM" if dependent_launch else "vLLM, no PDL"
         self._dependent_launch = dependent_launch
-        self._file: Any = None
+        self.file: Any = None
 
     def load(self, folder: Path) -> None:
         """See `Peer`."""
@@ -193,12 +193,12 @@ class Vllm(_Peer):
             _module("vllm.v1.attention.backends"),
             _module("vllm.v1.attention.backends.utils", NULL_BLOCK_ID=0, PAD_SLOT_ID=-1),
         ):
-            self._file = _load_file(f"peer_vllm_{int(self._dependent_launch)}", path)
+            self.file = _load_file(f"peer_vllm_{int(self._dependent_launch)}", path)
 
     def calls(self, work: Work) -> list[Call]:
         """See `Peer`."""
-        row, file = work.row, self._file
-        metadata = self._metadata(row, work.x[0].device) if row.kind == "prefill" else None
+        row, file = work.row, self.file
+        metadata = self.metadata(row, work.x[0].device) if row.kind == "prefill" else None
 
         def prefill(i: int) -> Call:
             x = work.x[i].T
@@ -247,7 +247,7 @@ class Vllm(_Peer):
         return [make(i) for i in range(work.calls)]
 
     @staticmethod
-    def _metadata(row: Row, device: torch.device) -> Any:
+    def metadata(row: Row, device: torch.device) -> Any:
         """The map from programs to (sequence, block of 8 tokens), as vLLM builds it once a step."""
         block = 8
         pairs = [

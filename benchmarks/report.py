@@ -123,6 +123,18 @@ def _sections(lines: Sequence[Line]) -> list[tuple[str, list[str], list[list[str
             share = f"{ours['us'] / peer['us']:.2f}" if ours and peer else "-"
             body.append([row, *(_number(f["us"]) if f else "-" for f in figures), share])
         sections.append(("Host microseconds of an eager call", ["row", *methods, "ours / peer"], body))
+    steps = [line for line in lines if line["what"] == "step"]
+    for title, figure in (
+        ("Microseconds of a step of 48 layers, captured", "graph_us"),
+        ("Microseconds of a step of 48 layers, eager", "eager_us"),
+    ):
+        # Under the common name, so that one table maker serves all.
+        timed = [{**line, "us": line[figure]} for line in steps if line.get(figure) is not None]
+        if timed:
+            methods = _methods(timed)
+            sections.append((title, _head(methods, with_copy=False), _cells(timed, methods, with_copy=False)))
+    if steps:
+        sections.append(_captures(steps))
     first = [line for line in lines if line["what"] == "first use"]
     if first:
         body = []
@@ -131,6 +143,18 @@ def _sections(lines: Sequence[Line]) -> list[tuple[str, list[str], list[list[str
             body.append([family, *(f"{seconds[c]:.3f}" if c in seconds else "-" for c in ("cold", "warm"))])
         sections.append(("Seconds of the first use", ["family", "cold disk cache", "warm disk cache"], body))
     return sections
+
+
+def _captures(steps: Sequence[Line]) -> tuple[str, list[str], list[list[str]]]:
+    """What graphs cost, and what a step's metadata costs the host."""
+    body = []
+    for line in steps:
+        if line.get("host_us") is not None:
+            body.append([line["row"], line["method"], "-", "-", _number(line["host_us"])])
+        elif line.get("capture_s") is not None:
+            mebibytes = line["graph_bytes"] / 2**20
+            body.append([line["row"], line["method"], f"{1e3 * line['capture_s']:.1f}", f"{mebibytes:.0f}", "-"])
+    return "Capture of 48 layers, and metadata", ["row", "method", "ms", "MiB held", "host microseconds"], body
 
 
 def _methods(lines: Sequence[Line]) -> list[str]:

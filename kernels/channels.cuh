@@ -59,6 +59,47 @@ DEVICE void store(void *to, const Raw<T, N> &raw) {
   }
 }
 
+// Runs of several words, side by side in memory, one for each thread of a warp. Word by word they are far apart, and a
+// sector is touched again with every word; so a whole warp moves its runs as one stretch, each word of all threads in
+// one piece, and its threads swap words through shared memory.
+template <class T, int N>
+DEVICE constexpr bool runs_of_words() {
+  return WARPS_SWAP && VEC > 1 && word_bytes<T, N>() >= 8 && N * T::SIZE > word_bytes<T, N>();
+}
+
+template <class T, int N>
+DEVICE Raw<T, N> load_stretch(const void *own) {
+  constexpr int BYTES = N * T::SIZE, WORD = word_bytes<T, N>();
+  const char *stretch = (const char *)own - lane() * BYTES + lane() * WORD;
+  Raw<T, N> raw;
+  UNROLL for (int i = 0; i < BYTES / WORD; ++i) load_word<WORD, true>(stretch + i * 32 * WORD, raw.words + i * WORD / 4);
+  return raw;
+}
+
+template <class T, int N>
+DEVICE void store_stretch(void *own, const Raw<T, N> &raw) {
+  constexpr int BYTES = N * T::SIZE, WORD = word_bytes<T, N>();
+  char *stretch = (char *)own - lane() * BYTES + lane() * WORD;
+  UNROLL for (int i = 0; i < BYTES / WORD; ++i) store_word<WORD, true>(stretch + i * 32 * WORD, raw.words + i * WORD / 4);
+}
+
+// From pieces of the stretch to runs, or back. Every thread of the warp takes part.
+template <class T, int N, bool TO_RUNS>
+DEVICE Raw<T, N> swap_words(const Raw<T, N> &raw) {
+  constexpr int BYTES = N * T::SIZE, WORD = word_bytes<T, N>(), WORDS = BYTES / WORD;
+  SHARED unsigned char scratch[THREADS * BYTES];
+  unsigned char *stretch = scratch + (threadIdx.x - lane()) * BYTES;
+  Raw<T, N> swapped;
+  UNROLL for (int i = 0; i < WORDS; ++i)
+    store_shared_word<WORD>(stretch + (TO_RUNS ? i * 32 + lane() : lane() * WORDS + i) * WORD, raw.words + i * WORD / 4);
+  synchronize_warp();
+  UNROLL for (int i = 0; i < WORDS; ++i)
+    load_shared_word<WORD>(stretch + (TO_RUNS ? lane() * WORDS + i : i * 32 + lane()) * WORD,
+                           swapped.words + i * WORD / 4);
+  synchronize_warp();
+  return swapped;
+}
+
 template <class T, int N>
 DEVICE Raw<T, N> read_shared(const Shared<N * T::SIZE> &from) {
   Raw<T, N> raw;

@@ -218,7 +218,7 @@ DEVICE void request(Ring &ring, int stage, Run &run, int row) {
         copy_ahead<WORD>(to_dout[u * THREADS].bytes + byte, run.dout + byte);
       }
   }
-  end_batch_of_copies();
+  close_stage_of_copies();
 }
 
 DEVICE void write_term(const BackwardParameters &b, float *to, const float (&values)[VEC]) {
@@ -275,7 +275,7 @@ KERNEL(THREADS, MIN_BLOCKS) conv_backward(PARAMETER BackwardParameters b) {
   bool at_end = false;
   int stage = 0;
   NO_UNROLL for (int row = run.row0; row < run.stop && !at_end; row += GROUP) {
-    wait_for_batches<STAGES - 1>();
+    wait_for_copies_but(STAGES - 1);
     const Shared<ROW_BYTES> *x = &ring.x[stage][0][threadIdx.x], *dout = &ring.dout[stage][0][threadIdx.x];
     if (run.dx && row >= plain && row + GROUP <= plain_end) {
       char *dx = run.dx + (i64)(row - HALO - run.row0) * run.dx_pitch;

@@ -24,7 +24,7 @@ DEVICE void update(const Parameters &p, int index, i64 channel, const Taps &taps
   if (s.has_history) {
     SlotWindow fetched;
     fetch_window(p, s.slot, channel, s.window_start, fetched);
-    unpack_window(fetched, s.window_start, window);
+    unpack_window(p, channel, fetched, s.window_start, window);
   }
 
   const i64 offset = slot_offset(p, s.slot, channel);
@@ -39,8 +39,7 @@ DEVICE void update(const Parameters &p, int index, i64 channel, const Taps &taps
           UNROLL for (int tap = 1; tap < WIDTH - 1; ++tap) run[i * POSITIONS + tap - 1] = window.past[tap][i];
           UNROLL for (int u = 0; u < AHEAD; ++u) run[i * POSITIONS + WIDTH - 2 + u] = element(rows[u], i);
         }
-        store<State, VEC * POSITIONS, false>((char *)p.conv_state + offset * State::SIZE,
-                                             kept<State, VEC * POSITIONS>(run));
+        store_run(p, offset, channel, run);
         stored = true;
       }
     }

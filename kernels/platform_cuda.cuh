@@ -145,10 +145,36 @@ DEVICE int first_above(const int *values, int count, int key) {
   return low;
 }
 
-// Shared memory, here always a thread's own: no kernel has a barrier.
+// Shared memory, here a thread's own or a warp's: no kernel has a barrier of a whole block.
 #define SHARED __shared__ __align__(128)
 
 DEVICE u32 shared_address(const void *in_shared) { return (u32)__cvta_generic_to_shared(in_shared); }
+
+// The threads of a warp may swap words through shared memory.
+constexpr bool WARPS_SWAP = true;
+DEVICE int lane() { return threadIdx.x & 31; }
+DEVICE void synchronize_warp() { __syncwarp(); }
+
+// One word of 8 or 16 bytes.
+template <int BYTES>
+DEVICE void load_shared_word(const void *from, u32 *to) {
+  if constexpr (BYTES == 8)
+    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "r"(shared_address(from)) : "memory");
+  else
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(shared_address(from))
+                 : "memory");
+}
+template <int BYTES>
+DEVICE void store_shared_word(void *to, const u32 *from) {
+  if constexpr (BYTES == 8)
+    asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(shared_address(to)), "r"(from[0]), "r"(from[1]) : "memory");
+  else
+    asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(shared_address(to)), "r"(from[0]), "r"(from[1]),
+                 "r"(from[2]), "r"(from[3])
+                 : "memory");
+}
 
 // A thread's own bytes, on their way to shared memory without registers; the same thread waits for them.
 template <int BYTES>
@@ -164,13 +190,15 @@ DEVICE void copy_ahead(void *to_shared, const void *from) {
                  : "memory");
   }
 }
-DEVICE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
-// Copies in batches: wait until all but the latest PENDING batches of this thread have arrived.
-DEVICE void end_batch_of_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int PENDING>
-DEVICE void wait_for_batches() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+// Copies asked for since the last call form a stage; stages arrive in order, and a wait may leave the last few out.
+DEVICE void close_stage_of_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+DEVICE void wait_for_copies_but(int stages) {  // at most 3, a constant where this is inlined
+  switch (stages) {
+    case 0: asm volatile("cp.async.wait_group 0;" ::: "memory"); break;
+    case 1: asm volatile("cp.async.wait_group 1;" ::: "memory"); break;
+    case 2: asm volatile("cp.async.wait_group 2;" ::: "memory"); break;
+    default: asm volatile("cp.async.wait_group 3;" ::: "memory");
+  }
 }
 
 DEVICE void add_to(float *sum, float value) { atomicAdd(sum, value); }

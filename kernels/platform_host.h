@@ -80,14 +80,20 @@ DEVICE int first_above(const int *values, int count, int key) {
 
 #define SHARED alignas(128) static thread_local
 
+constexpr bool WARPS_SWAP = false;  // threads run one after the other
+DEVICE int lane() { return threadIdx.x & 31; }
+DEVICE void synchronize_warp() {}
+template <int BYTES>
+DEVICE void load_shared_word(const void *from, u32 *to) { memcpy(to, from, BYTES); }
+template <int BYTES>
+DEVICE void store_shared_word(void *to, const u32 *from) { memcpy(to, from, BYTES); }
+
 template <int BYTES>
 DEVICE void copy_ahead(void *to_shared, const void *from) {
   if ((uintptr_t)from % BYTES) __builtin_trap();
   memcpy(to_shared, from, BYTES);
 }
-DEVICE void wait_for_copies() {}
-DEVICE void end_batch_of_copies() {}
-template <int PENDING>
-DEVICE void wait_for_batches() {}
+DEVICE void close_stage_of_copies() {}
+DEVICE void wait_for_copies_but(int) {}
 
 DEVICE void add_to(float *sum, float value) { *sum += value; }

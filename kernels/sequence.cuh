@@ -1,7 +1,8 @@
 // What a sequence is in this call: its rows, its slot, where its window starts, and whether it may touch anything.
 // Values on the device are never trusted: the order of the tests is that of serving_conv/reference.py.
 
-constexpr int FAULT_OFFSETS = 1, FAULT_SLOT = 2, FAULT_ACCEPTED_COUNT = 4, FAULT_STATE_TRUNCATED = 8;
+constexpr int FAULT_OFFSETS = 1, FAULT_SLOT = 2, FAULT_ACCEPTED_COUNT = 4, FAULT_STATE_TRUNCATED = 8,
+              FAULT_CHECKPOINT = 16;
 
 struct Sequence {
   int begin, end;     // rows; within [0, rows] unless faulty

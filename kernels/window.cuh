@@ -87,6 +87,14 @@ DEVICE i64 slot_offset(const Parameters &p, int slot, i64 channel) {
   return slot * p.slot_stride + channel * stride;
 }
 
+// Whether this thread's whole warp moves its slots as one stretch of runs; `channels.cuh` says why that matters.
+// Prefill reads few slots beside its rows, and keeps the registers.
+DEVICE bool in_stretch(const Parameters &p, i64 channel) {
+  if constexpr (STATE_LAYOUT == 1 && (PACKED || SEQUENCES > 0) && runs_of_words<State, VEC * POSITIONS>())
+    return channel + (32 - lane()) * VEC <= p.channels;
+  return false;
+}
+
 // A window as it lies in its slot: loaded ahead, unpacked when it is needed, since unpacking waits for the load.
 struct SlotWindow {
 #if STATE_LAYOUT == 0
@@ -105,7 +113,8 @@ DEVICE void fetch_window(const Parameters &p, int slot, i64 channel, int start, 
   UNROLL for (int tap = 0; tap < WIDTH - 1; ++tap)
     fetched.positions[tap] = load<State, VEC, true>(from + (start + tap) * p.position_stride * State::SIZE);
 #elif STATE_LAYOUT == 1
-  fetched.run = load<State, VEC * POSITIONS, false>(from);
+  if (in_stretch(p, channel)) fetched.run = load_stretch<State, VEC * POSITIONS>(from);
+  else fetched.run = load<State, VEC * POSITIONS, false>(from);
 #else
   UNROLL for (int tap = 0; tap < WIDTH - 1; ++tap)
     UNROLL for (int i = 0; i < VEC; ++i)
@@ -114,20 +123,32 @@ DEVICE void fetch_window(const Parameters &p, int slot, i64 channel, int start, 
 #endif
 }
 
-DEVICE void unpack_window(const SlotWindow &fetched, int start, Window &window) {
+DEVICE void unpack_window(const Parameters &p, i64 channel, const SlotWindow &fetched, int start, Window &window) {
+#if STATE_LAYOUT == 1
+  Raw<State, VEC * POSITIONS> run = fetched.run;
+  if (in_stretch(p, channel)) run = swap_words<State, VEC * POSITIONS, true>(run);
+#endif
   UNROLL for (int tap = 0; tap < WIDTH - 1; ++tap)
     UNROLL for (int i = 0; i < VEC; ++i) {
 #if STATE_LAYOUT == 0
       window.past[tap][i] = element(fetched.positions[tap], i);
 #elif STATE_LAYOUT == 1
       // Registers have no index, so a moving start is a selection.
-      window.past[tap][i] = element(fetched.run, i * POSITIONS + tap);
+      window.past[tap][i] = element(run, i * POSITIONS + tap);
       UNROLL for (int skip = 1; skip <= POSITIONS - (WIDTH - 1); ++skip)
-        if (skip == start) window.past[tap][i] = element(fetched.run, i * POSITIONS + tap + skip);
+        if (skip == start) window.past[tap][i] = element(run, i * POSITIONS + tap + skip);
 #else
       window.past[tap][i] = element(fetched.elements[tap][i], 0);
 #endif
     }
+}
+
+// A whole slot of the dense layout, all positions of the thread's channels.
+DEVICE void store_run(const Parameters &p, i64 offset, i64 channel, const float (&run)[VEC * POSITIONS]) {
+  char *to = (char *)p.conv_state + offset * State::SIZE;
+  const Raw<State, VEC * POSITIONS> raw = kept<State, VEC * POSITIONS>(run);
+  if (in_stretch(p, channel)) store_stretch(to, swap_words<State, VEC * POSITIONS, false>(raw));
+  else store<State, VEC * POSITIONS, false>(to, raw);
 }
 
 DEVICE void store_position(const Parameters &p, i64 offset, int position, const float (&values)[VEC]) {
@@ -151,8 +172,7 @@ DEVICE void store_window(const Parameters &p, int slot, i64 channel, const Windo
     float run[VEC * POSITIONS];
     UNROLL for (int i = 0; i < VEC; ++i)
       UNROLL for (int tap = 0; tap < WIDTH - 1; ++tap) run[i * POSITIONS + tap] = window.past[tap][i];
-    store<State, VEC * POSITIONS, false>((char *)p.conv_state + offset * State::SIZE,
-                                         kept<State, VEC * POSITIONS>(run));
+    store_run(p, offset, channel, run);
   } else {
     UNROLL for (int tap = 0; tap < WIDTH - 1; ++tap) store_position(p, offset, tap, window.past[tap]);
   }

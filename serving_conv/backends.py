@@ -66,6 +66,27 @@ class Backend(Protocol):
     ) -> None:
         """`causal_conv1d_update`."""
 
+    def step(
+        self,
+        *,
+        x: Tensor,
+        weight: Tensor,
+        conv_state: Tensor,
+        cu_seqlens: Tensor,
+        cache_indices: Tensor,
+        has_initial_state: Tensor | None,
+        num_accepted_tokens: Tensor | None,
+        speculative: Tensor | None,
+        checkpoint_offsets: Tensor | None,
+        checkpoint_tokens: Tensor | None,
+        checkpoint_slots: Tensor | None,
+        bias: Tensor | None,
+        activation: str | None,
+        out: Tensor,
+        pad_slot_id: int,
+    ) -> None:
+        """`causal_conv1d_step`."""
+
 
 class ReferenceBackend:
     """Vectorised torch in the contract's fixed order; runs wherever torch does, and synchronises off the CPU."""
@@ -133,6 +154,44 @@ class ReferenceBackend:
             num_accepted_tokens=num_accepted_tokens,
             speculative=num_accepted_tokens is not None,
             pad_slot_id=pad_slot_id,
+        )
+        _store(result, out)
+
+    def step(
+        self,
+        *,
+        x: Tensor,
+        weight: Tensor,
+        conv_state: Tensor,
+        cu_seqlens: Tensor,
+        cache_indices: Tensor,
+        has_initial_state: Tensor | None,
+        num_accepted_tokens: Tensor | None,
+        speculative: Tensor | None,
+        checkpoint_offsets: Tensor | None,
+        checkpoint_tokens: Tensor | None,
+        checkpoint_slots: Tensor | None,
+        bias: Tensor | None,
+        activation: str | None,
+        out: Tensor,
+        pad_slot_id: int,
+    ) -> None:
+        checkpoints = None
+        if checkpoint_offsets is not None and checkpoint_tokens is not None and checkpoint_slots is not None:
+            checkpoints = (checkpoint_offsets, checkpoint_tokens, checkpoint_slots)
+        result = reference.causal_conv1d(
+            x,
+            weight,
+            conv_state,
+            cu_seqlens,
+            cache_indices,
+            bias=bias,
+            activation=activation,
+            has_initial_state=False if has_initial_state is None else has_initial_state,
+            num_accepted_tokens=num_accepted_tokens,
+            speculative=False if speculative is None else speculative,
+            pad_slot_id=pad_slot_id,
+            checkpoints=checkpoints,
         )
         _store(result, out)
 

@@ -18,6 +18,8 @@ from serving_conv.contract import (
     MAX_WIDTH,
     MIN_WIDTH,
     PREFILL,
+    STEP,
+    UPDATE,
     Entry,
     Layout,
     Option,
@@ -217,6 +219,13 @@ def _check_sizes(entry: Entry, sizes: Sizes, arguments: Mapping[str, object]) ->
                 wanted=f"at least {needed}",
                 remedy="size it with serving_conv.prefill_workspace_size(rows, num_sequences)",
             )
+    elif entry is STEP:
+        names = ("checkpoint_offsets", "checkpoint_tokens", "checkpoint_slots")
+        absent = [name for name in names if arguments[name] is None]
+        if 0 < len(absent) < len(names):
+            raise ContractError(
+                absent[0], got="None", wanted=f"all of {', '.join(names)}, or none of them", remedy="give all three"
+            )
     elif arguments["cu_seqlens"] is None and sizes.rows != sizes.sequences:
         raise ContractError(
             "x",
@@ -289,9 +298,11 @@ def check_values(entry: Entry, sizes: Sizes, arguments: Mapping[str, Any]) -> No
 
     Raises:
         ContractError: offsets that do not start at 0, go backwards or pass R; a slot or count out of range; a
-            slot that two live sequences share.
+            slot that two live sequences share. Of a step also: checkpoint offsets that do not start at 0, go
+            backwards or pass the checkpoints; a live sequence's checkpoint outside its tokens, or in a slot that
+            is out of range, live in this call, or another checkpoint's.
     """
-    slots_name = "cache_indices" if entry is PREFILL else "state_indices"
+    slots_name = "state_indices" if entry is UPDATE else "cache_indices"
     pad_slot_id = arguments["pad_slot_id"]
     cu_seqlens, num_accepted_tokens = arguments["cu_seqlens"], arguments["num_accepted_tokens"]
     offsets = list(range(sizes.sequences + 1)) if cu_seqlens is None else cu_seqlens.tolist()
@@ -329,6 +340,57 @@ def check_values(entry: Entry, sizes: Sizes, arguments: Mapping[str, Any]) -> No
                 wanted=f"1 to {limit} (L-W+2)",
                 remedy="after a prefill or a plain step the count is 1",
             )
+    if entry is STEP and arguments["checkpoint_offsets"] is not None:
+        _check_checkpoints(sizes, arguments, offsets, owner)
+
+
+def _check_checkpoints(sizes: Sizes, arguments: Mapping[str, Any], offsets: list[int], owner: dict[int, int]) -> None:
+    """Check the checkpoints of live sequences, whose slots `owner` knows; the others' are never looked at."""
+    tokens, slots = arguments["checkpoint_tokens"].tolist(), arguments["checkpoint_slots"].tolist()
+    named, pad_slot_id = arguments["checkpoint_offsets"].tolist(), arguments["pad_slot_id"]
+    backwards = any(after < before for before, after in itertools.pairwise(named))
+    if named[0] != 0 or named[-1] > len(tokens) or backwards:
+        raise ContractError(
+            "checkpoint_offsets",
+            got=_shorten(named),
+            wanted=f"offsets that start at 0, never decrease and end at most at {len(tokens)}, the checkpoints given",
+            remedy="sequence i names checkpoints offsets[i] up to offsets[i + 1]; one without any repeats its offset",
+        )
+    writer: dict[int, int] = {}
+    for sequence in sorted(owner.values()):
+        length = offsets[sequence + 1] - offsets[sequence]
+        for checkpoint in range(named[sequence], named[sequence + 1]):
+            slot = slots[checkpoint]
+            if slot == pad_slot_id:
+                continue
+            if not 1 <= tokens[checkpoint] <= length:
+                raise ContractError(
+                    "checkpoint_tokens",
+                    got=f"{tokens[checkpoint]} for checkpoint {checkpoint} of sequence {sequence}",
+                    wanted=f"1 to {length}, the tokens of that sequence in this call",
+                    remedy="count from the first token of this call, not of the whole prompt",
+                )
+            if not 0 <= slot < sizes.slots:
+                raise ContractError(
+                    "checkpoint_slots",
+                    got=f"slot {slot} for checkpoint {checkpoint} of sequence {sequence}",
+                    wanted=f"0 to {sizes.slots - 1}, or pad_slot_id {pad_slot_id}",
+                )
+            if slot in owner:
+                raise ContractError(
+                    "checkpoint_slots",
+                    got=f"slot {slot} for checkpoint {checkpoint}, which sequence {owner[slot]} owns in this call",
+                    wanted="a slot of its own",
+                    remedy="write checkpoints to slots that no live sequence has",
+                )
+            if slot in writer:
+                raise ContractError(
+                    "checkpoint_slots",
+                    got=f"slot {slot} for checkpoints {writer[slot]} and {checkpoint}",
+                    wanted="a slot for each checkpoint",
+                    remedy="give each its own slot, or pad_slot_id where none is kept",
+                )
+            writer[slot] = checkpoint
 
 
 def _shorten(values: list[int]) -> str:

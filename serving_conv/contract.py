@@ -22,6 +22,7 @@ __all__ = [
     "MAX_WIDTH",
     "MIN_WIDTH",
     "PREFILL",
+    "STEP",
     "UPDATE",
     "Entry",
     "Layout",
@@ -247,7 +248,43 @@ UPDATE = Entry(
     "out [R, C]; rows at and past the last offset are not written",
 )
 
-ENTRIES = (PREFILL, UPDATE)
+
+def _checkpoints(name: str, meaning: str, *, axis: str = "checkpoints") -> TensorArgument:
+    return TensorArgument(name, (axis,), ("int32",), Layout.CONTIGUOUS, meaning, optional=True, keyword=True)
+
+
+STEP = Entry(
+    "causal_conv1d_step",
+    "A whole step in one launch: first and later prompt chunks, decode rows and speculative rows in any mix.",
+    (
+        _X,
+        _WEIGHT,
+        _STATE,
+        _offsets(optional=False),
+        _slots("cache_indices"),
+        _flags(keyword=False, absent="all false"),
+        _accepted("where the window starts in the slot (count - 1): tokens of the previous step that were kept"),
+        TensorArgument(
+            "speculative",
+            ("sequences",),
+            ("bool",),
+            Layout.CONTIGUOUS,
+            "true: the tokens are drafts, all kept behind the last W-2 of the window; absent: all false",
+            optional=True,
+            keyword=True,
+        ),
+        _checkpoints("checkpoint_offsets", "which checkpoints each sequence names; absent: none", axis="sequences+1"),
+        _checkpoints("checkpoint_tokens", "after how many of its sequence's tokens in this call, 1 to T"),
+        _checkpoints("checkpoint_slots", "slot that the window there is written to, or pad_slot_id"),
+        _BIAS,
+        _ACTIVATION,
+        _out(may_be=None),
+        _PAD,
+    ),
+    "out [R, C]; rows at and past the last offset are not written",
+)
+
+ENTRIES = (PREFILL, UPDATE, STEP)
 
 
 def state_positions(width: int, draft_tokens: int = 0) -> int:

@@ -27,6 +27,8 @@ class DeviceFault(IntFlag):
     """An accepted count is outside `[1, L-W+2]`."""
     STATE_TRUNCATED = 8
     """A speculative step had more than L-W+2 tokens: outputs are right, only what fits was stored."""
+    CHECKPOINT = 16
+    """A checkpoint names a count of tokens outside `[1, T]`: it was not written."""
 
 
 _FLAGS: dict[torch.device, Tensor] = {}

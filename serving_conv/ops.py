@@ -15,12 +15,12 @@ from torch import Tensor
 
 from serving_conv.backends import choose_backend
 from serving_conv.checks import check, check_values
-from serving_conv.contract import ENTRIES, PREFILL, UPDATE, Entry, Option, prefill_workspace_size
-from serving_conv.native.cuda import Plan
+from serving_conv.contract import ENTRIES, PREFILL, STEP, UPDATE, Entry, Option, prefill_workspace_size
+from serving_conv.native.plan import Plans, Tensors
 from serving_conv.settings import SETTINGS
 from serving_conv.signatures import documented, schema
 
-__all__ = ["causal_conv1d_fn", "causal_conv1d_update"]
+__all__ = ["causal_conv1d_fn", "causal_conv1d_step", "causal_conv1d_update"]
 
 # Library.define + impl costs 4 us a call where the custom_op decorator was measured at 28.
 _LIBRARY = torch.library.Library("serving_conv", "DEF")  # type: ignore[no-untyped-call]
@@ -54,7 +54,7 @@ def causal_conv1d_fn(
     its slot alone and sets a sticky code (`serving_conv.device_fault`).
     """
     eager = not _needs_dispatch(x)
-    key = None
+    tensors = None
     if eager and isinstance(x, Tensor) and x.is_cuda:
         tensors = (
             x,
@@ -68,9 +68,7 @@ def causal_conv1d_fn(
             num_accepted_tokens,
             workspace,
         )
-        key = _signature("prefill", tensors, activation, pad_slot_id)
-        plan = _plans.get(key)
-        result = None if plan is None else plan.run(*tensors)
+        result = _PLANS[PREFILL.name].run(tensors, activation, pad_slot_id)
         if result is not None:
             return result
     arguments = {
@@ -89,7 +87,7 @@ def causal_conv1d_fn(
     }
     if not eager:
         return _dispatch(torch.ops.serving_conv.causal_conv1d_fn, arguments)
-    return _run(PREFILL, arguments, key)
+    return _run(PREFILL, arguments, tensors)
 
 
 @documented(UPDATE)
@@ -119,7 +117,7 @@ def causal_conv1d_update(
     tokens in a speculative step every output is right and only what fits is stored.
     """
     eager = not _needs_dispatch(x)
-    key = None
+    tensors = None
     if eager and isinstance(x, Tensor) and x.is_cuda:
         tensors = (
             x,
@@ -133,9 +131,7 @@ def causal_conv1d_update(
             num_accepted_tokens,
             None,
         )
-        key = _signature("update", tensors, activation, pad_slot_id)
-        plan = _plans.get(key)
-        result = None if plan is None else plan.run(*tensors)
+        result = _PLANS[UPDATE.name].run(tensors, activation, pad_slot_id)
         if result is not None:
             return result
     arguments = {
@@ -153,7 +149,82 @@ def causal_conv1d_update(
     }
     if not eager:
         return _dispatch(torch.ops.serving_conv.causal_conv1d_update, arguments)
-    return _run(UPDATE, arguments, key)
+    return _run(UPDATE, arguments, tensors)
+
+
+@documented(STEP)
+def causal_conv1d_step(
+    x: Tensor,
+    weight: Tensor,
+    conv_state: Tensor,
+    cu_seqlens: Tensor,
+    cache_indices: Tensor,
+    has_initial_state: Tensor | None = None,
+    *,
+    num_accepted_tokens: Tensor | None = None,
+    speculative: Tensor | None = None,
+    checkpoint_offsets: Tensor | None = None,
+    checkpoint_tokens: Tensor | None = None,
+    checkpoint_slots: Tensor | None = None,
+    bias: Tensor | None = None,
+    activation: str | None = "silu",
+    out: Tensor | None = None,
+    pad_slot_id: int = -1,
+) -> Tensor:
+    """A whole step of an engine in one launch: what its sequences are is said per sequence, on the device.
+
+    First chunks (no initial state), later chunks, decode rows (one token with history) and speculative rows (marked
+    in `speculative`, each with its accepted count) may come in any mix and order. Outputs and slots are those of the
+    separate entries, bit for bit: a marked sequence leaves its slot as `causal_conv1d_update` with counts does, any
+    other as `causal_conv1d_fn` does.
+
+    A sequence may name checkpoints: the window after so many of its tokens in this call (its last W-1 inputs there)
+    is also written to another slot, so that a prefix can be taken up again from that token. A checkpoint's slot must
+    not be a live slot of the call. One with a bad count or slot is not written and leaves a sticky code
+    (`serving_conv.device_fault`).
+    """
+    eager = not _needs_dispatch(x)
+    tensors = None
+    if eager and isinstance(x, Tensor) and x.is_cuda:
+        tensors = (
+            x,
+            weight,
+            bias,
+            conv_state,
+            out,
+            cu_seqlens,
+            cache_indices,
+            has_initial_state,
+            num_accepted_tokens,
+            None,
+            speculative,
+            checkpoint_offsets,
+            checkpoint_tokens,
+            checkpoint_slots,
+        )
+        result = _PLANS[STEP.name].run(tensors, activation, pad_slot_id)
+        if result is not None:
+            return result
+    arguments = {
+        "x": x,
+        "weight": weight,
+        "conv_state": conv_state,
+        "cu_seqlens": cu_seqlens,
+        "cache_indices": cache_indices,
+        "has_initial_state": has_initial_state,
+        "num_accepted_tokens": num_accepted_tokens,
+        "speculative": speculative,
+        "checkpoint_offsets": checkpoint_offsets,
+        "checkpoint_tokens": checkpoint_tokens,
+        "checkpoint_slots": checkpoint_slots,
+        "bias": bias,
+        "activation": activation,
+        "out": out,
+        "pad_slot_id": pad_slot_id,
+    }
+    if not eager:
+        return _dispatch(torch.ops.serving_conv.causal_conv1d_step, arguments)
+    return _run(STEP, arguments, tensors)
 
 
 def _needs_dispatch(x: object) -> bool:
@@ -177,30 +248,10 @@ def _dispatch(op: Any, arguments: dict[str, Any]) -> Tensor:
     return result
 
 
-# Calls that passed their checks, by signature. A step's layers share one; sizes that change from step to step
-# make new ones, so the table is emptied when it is full rather than kept in order.
-_plans: dict[tuple[Any, ...] | None, Plan] = {}
-_MOST_PLANS = 4096
+_PLANS = {entry.name: Plans(entry) for entry in ENTRIES}  # the short paths
 
 
-def _signature(
-    kind: str, tensors: tuple[Tensor | None, ...], activation: str | None, pad_slot_id: int
-) -> tuple[Any, ...] | None:
-    """All that the checks and the launch depend on, but for addresses; None if something is of a wrong kind."""
-    if type(pad_slot_id) is not int or not (activation is None or type(activation) is str):
-        return None  # 1, 1.0 and True are equal as keys, and not every object is a key
-    try:
-        return (
-            kind,
-            activation,
-            pad_slot_id,
-            *[None if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in tensors],
-        )
-    except AttributeError:
-        return None  # the full checks have the better message
-
-
-def _run(entry: Entry, arguments: dict[str, Any], key: tuple[Any, ...] | None = None) -> Tensor:
+def _run(entry: Entry, arguments: dict[str, Any], tensors: Tensors | None = None) -> Tensor:
     """The body of both overloads: check everything, then allocate, then compute."""
     sizes = check(entry, arguments)
     if SETTINGS.debug:
@@ -211,15 +262,15 @@ def _run(entry: Entry, arguments: dict[str, Any], key: tuple[Any, ...] | None = 
         arguments["out"] = x.new_empty(x.shape)
     if entry is UPDATE:
         backend.update(**arguments)
+    elif entry is STEP:
+        backend.step(**arguments)
     else:
         scratch = prefill_workspace_size(sizes.rows, sizes.sequences)
         if arguments["workspace"] is None and scratch:
             arguments["workspace"] = x.new_empty(scratch, dtype=torch.int32)
         backend.prefill(**arguments)
-    if key is not None and backend.name == "cuda" and not SETTINGS.debug and Plan.possible(arguments):
-        if len(_plans) >= _MOST_PLANS:
-            _plans.clear()
-        _plans[key] = Plan(entry, arguments)
+    if tensors is not None and backend.name == "cuda" and not SETTINGS.debug:
+        _PLANS[entry.name].add(tensors, arguments["activation"], arguments["pad_slot_id"], arguments)
     out: Tensor = arguments["out"]
     return out
 

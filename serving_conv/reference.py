@@ -59,8 +59,9 @@ def causal_conv1d(
     activation: str | None,
     has_initial_state: Tensor | bool,
     num_accepted_tokens: Tensor | None,
-    speculative: bool,
+    speculative: Tensor | bool,
     pad_slot_id: int,
+    checkpoints: tuple[Tensor, Tensor, Tensor] | None = None,
     arithmetic: Arithmetic = Arithmetic.FIXED_ORDER,
 ) -> Result:
     """Convolve packed sequences against their slots and update the slots in place.
@@ -75,8 +76,10 @@ def causal_conv1d(
         activation: SiLU unless None.
         has_initial_state: bool `[N]`, or one answer for all.
         num_accepted_tokens: int32 `[N]` or None: the window starts at count - 1.
-        speculative: keep (last W-2 of the window, all T tokens) instead of the last W-1 inputs.
+        speculative: keep (last W-2 of the window, all T tokens) instead of the last W-1 inputs; bool `[N]`, or one
+            answer for all.
         pad_slot_id: slot number that marks padding.
+        checkpoints: int32 offsets `[N+1]`, token counts `[K]` and slots `[K]`: windows to write to further slots.
         arithmetic: see `Arithmetic`.
     """
     taps = weight.shape[1]
@@ -95,10 +98,8 @@ def causal_conv1d(
     slot = slots.long()[live]
     length = sequences.length[live]
     window_start = torch.zeros_like(slot) if num_accepted_tokens is None else num_accepted_tokens.long()[live] - 1
-    if isinstance(has_initial_state, Tensor):
-        history = has_initial_state[live]
-    else:
-        history = torch.full_like(slot, has_initial_state, dtype=torch.bool)
+    history = _each(has_initial_state, live)
+    drafts = _each(speculative, live)
 
     # The streams, one after another: where each begins, and where each row's token lies in them.
     stream_length = length + (taps - 1)
@@ -120,16 +121,48 @@ def causal_conv1d(
     if activation is not None:
         values = silu(values)
 
-    if speculative:
-        kept = (length + (taps - 2)).clamp(max=positions)
-        _raise_flag(fault_flag(x.device), DeviceFault.STATE_TRUNCATED, length > accepted_limit(taps, positions))
-        source = stream_start + 1
-    else:
-        kept = torch.full_like(length, taps - 1)
-        source = stream_start + length
+    truncated = drafts & (length > accepted_limit(taps, positions))
+    _raise_flag(fault_flag(x.device), DeviceFault.STATE_TRUNCATED, truncated)
+    kept = torch.where(drafts, (length + (taps - 2)).clamp(max=positions), taps - 1)
+    source = stream_start + torch.where(drafts, 1, length)
     position, owner = _ragged_arange(torch.zeros_like(kept), kept)
     conv_state[slot[owner], :, position] = stream[source[owner] + position].to(conv_state.dtype)
+    if checkpoints is not None:
+        to_slot, source = _checkpoints(checkpoints, live, length, stream_start, slot_count, pad_slot_id, x.device)
+        windows = stream[source[:, None] + window].to(conv_state.dtype)
+        conv_state[to_slot[:, None], :, window] = windows
     return Result(values, magnitude, row, sequences.zero_rows)
+
+
+def _each(answer: Tensor | bool, live: Tensor) -> Tensor:
+    """A flag of every live sequence, from one for each sequence or one for all."""
+    if isinstance(answer, Tensor):
+        return answer[live]
+    return torch.full((int(live.sum()),), answer, dtype=torch.bool, device=live.device)
+
+
+def _checkpoints(
+    checkpoints: tuple[Tensor, Tensor, Tensor],
+    live: Tensor,
+    length: Tensor,
+    stream_start: Tensor,
+    slot_count: int,
+    pad_slot_id: int,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    """Slots of the checkpoints that are written, and where in the streams their windows begin."""
+    offsets, tokens, slots = (t.long() for t in checkpoints)
+    first = offsets[:-1].clamp(0, tokens.shape[0])[live]
+    named = (offsets[1:].clamp(0, tokens.shape[0])[live] - first).clamp(min=0)
+    index, owner = _ragged_arange(first, named)
+    tokens, slots = tokens[index], slots[index]
+    padding = slots == pad_slot_id
+    bad_tokens = (tokens < 1) | (tokens > length[owner])
+    bad_slot = (slots < 0) | (slots >= slot_count)
+    _raise_flag(fault_flag(device), DeviceFault.CHECKPOINT, bad_tokens & ~padding)
+    _raise_flag(fault_flag(device), DeviceFault.SLOT, bad_slot & ~bad_tokens & ~padding)
+    sound = ~padding & ~bad_tokens & ~bad_slot
+    return slots[sound], stream_start[owner[sound]] + tokens[sound]
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ _LETTERS = {
     "sequences": "N",
     "sequences+1": "N+1",
     "scratch": "scratch",
+    "checkpoints": "K",
 }
 
 

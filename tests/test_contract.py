@@ -117,7 +117,7 @@ def test_records_hold_the_contracts_types() -> None:
         flags = entry["has_initial_state"]
         assert isinstance(flags, TensorArgument)
         assert flags.dtypes == ("bool",)
-        slots = entry["cache_indices" if entry is PREFILL else "state_indices"]
+        slots = entry["state_indices" if entry is UPDATE else "cache_indices"]
         assert isinstance(slots, TensorArgument)
         assert slots.dtypes == ("int32",)
         assert slots.layout is Layout.ANY

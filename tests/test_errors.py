@@ -20,6 +20,7 @@ from serving_conv.contract import (
     ENTRIES,
     INT32_LIMIT,
     PREFILL,
+    STEP,
     UPDATE,
     Entry,
     Layout,
@@ -80,7 +81,8 @@ def test_not_a_tensor(entry: Entry, argument: TensorArgument, device: torch.devi
         refused(entry, arguments, argument.name, got, "a torch.Tensor")
     arguments[argument.name] = None
     if argument.optional:
-        if argument.name != "cu_seqlens":  # 6 rows then are 6 sequences, which is another error
+        # Without offsets 6 rows are 6 sequences, and checkpoints come together: other errors.
+        if argument.name != "cu_seqlens" and not argument.name.startswith("checkpoint"):
             call(entry, arguments)
     else:
         error = refused(entry, arguments, argument.name, "NoneType", "a torch.Tensor")
@@ -219,7 +221,12 @@ def test_strides_of_axes_of_size_one_do_not_matter(entry: Entry, device: torch.d
         "num_accepted_tokens": torch.ones(1, dtype=torch.int32, device=device),
         "out": torch.zeros(1, 5, device=device),
     }
-    slots = "cache_indices" if entry is PREFILL else "state_indices"
+    if entry is STEP:
+        one["speculative"] = torch.zeros(1, dtype=torch.bool, device=device)
+        one["checkpoint_offsets"] = one["cu_seqlens"].clone()
+        one["checkpoint_tokens"] = torch.ones(1, dtype=torch.int32, device=device)
+        one["checkpoint_slots"] = torch.full((1,), -1, dtype=torch.int32, device=device)
+    slots = "state_indices" if entry is UPDATE else "cache_indices"
     call(entry, {**arguments, **one, slots: torch.zeros(1, dtype=torch.int32, device=device)})
     # One channel: its stride is arbitrary, in x, out and the pool.
     narrow = {
@@ -289,11 +296,19 @@ def test_rows_without_a_sequence(entry: Entry, device: torch.device) -> None:
         "cu_seqlens": torch.zeros(1, dtype=torch.int32, device=device),
         "has_initial_state": None,
         "num_accepted_tokens": None,
-        "cache_indices" if entry is PREFILL else "state_indices": none,
+        "state_indices" if entry is UPDATE else "cache_indices": none,
     }
+    if entry is STEP:
+        arguments |= dict.fromkeys(("speculative", "checkpoint_offsets", "checkpoint_tokens", "checkpoint_slots"))
     refused(entry, arguments, "x", "6 rows and no sequence", "at least one sequence")
     arguments |= {"x": arguments["x"][:0], "out": arguments["out"][:0]}
     assert call(entry, arguments).shape == (0, 5)
+
+
+@pytest.mark.parametrize("absent", ["checkpoint_offsets", "checkpoint_tokens", "checkpoint_slots"])
+def test_checkpoints_come_together(absent: str, device: torch.device) -> None:
+    arguments = {**valid(STEP, device), absent: None}
+    assert refused(STEP, arguments, absent, "None", "all of").remedy
 
 
 def test_one_row_a_sequence_without_offsets(device: torch.device) -> None:
@@ -533,12 +548,12 @@ DEBUG = """
 import torch
 import serving_conv
 from support.calls import valid, call, snapshot
-from serving_conv.contract import ENTRIES, PREFILL
+from serving_conv.contract import ENTRIES, STEP, UPDATE
 device = torch.device("DEVICE")
 
 def refused(entry, name, values, argument, *texts):
     arguments = valid(entry, device)
-    slots = "cache_indices" if entry is PREFILL else "state_indices"
+    slots = "state_indices" if entry is UPDATE else "cache_indices"
     name = slots if name == "slots" else name
     argument = slots if argument == "slots" else argument
     arguments[name] = torch.tensor(values, dtype=torch.int32, device=device)
@@ -567,7 +582,7 @@ for entry in ENTRIES:
     refused(entry, "num_accepted_tokens", [1, 2, 4], "num_accepted_tokens", "4 for sequence 2")
     refused(entry, "num_accepted_tokens", [-1, 2, 3], "num_accepted_tokens", "-1 for sequence 0")
     # Padding and empty sequences are legal, twice too, whatever else they carry.
-    slots = "cache_indices" if entry is PREFILL else "state_indices"
+    slots = "state_indices" if entry is UPDATE else "cache_indices"
     arguments = valid(entry, device)
     arguments[slots] = torch.tensor([-1, -1, 3], dtype=torch.int32, device=device)
     arguments["num_accepted_tokens"] = torch.tensor([0, 9, 3], dtype=torch.int32, device=device)
@@ -578,6 +593,36 @@ for entry in ENTRIES:
     call(entry, arguments)
     arguments[slots] = torch.tensor([0, 2, 0], dtype=torch.int32, device=device)
     call(entry, {**arguments, "pad_slot_id": 0})
+
+offsets, tokens, slots = "checkpoint_offsets", "checkpoint_tokens", "checkpoint_slots"
+refused(STEP, offsets, [1, 1, 1, 3], offsets, "[1, 1, 1, 3]", "start at 0", "repeats its offset")
+refused(STEP, offsets, [0, 2, 1, 3], offsets, "[0, 2, 1, 3]", "never decrease")
+refused(STEP, offsets, [0, -1, 1, 3], offsets, "[0, -1, 1, 3]")
+refused(STEP, offsets, [0, 1, 1, 4], offsets, "at most at 3")
+refused(STEP, tokens, [0, 2, 3], tokens, "0 for checkpoint 0 of sequence 0", "1 to 2", "of this call")
+refused(STEP, tokens, [3, 2, 3], tokens, "3 for checkpoint 0 of sequence 0", "1 to 2")
+refused(STEP, tokens, [1, 2, 4], tokens, "4 for checkpoint 2 of sequence 2", "1 to 3")
+refused(STEP, tokens, [1, -(2**31), 3], tokens, "checkpoint 1 of sequence 2")
+refused(STEP, slots, [4, 9, 6], slots, "slot 9 for checkpoint 1 of sequence 2", "0 to 8")
+refused(STEP, slots, [-2, 5, 6], slots, "slot -2 for checkpoint 0 of sequence 0", "pad_slot_id -1")
+refused(STEP, slots, [4, 5, 7], slots, "slot 7 for checkpoint 2", "sequence 1 owns", "no live sequence")
+refused(STEP, slots, [1, 5, 6], slots, "slot 1 for checkpoint 0", "sequence 0 owns")
+refused(STEP, slots, [4, 5, 4], slots, "slot 4 for checkpoints 0 and 2", "its own slot")
+
+def int32(*values):
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+# Legal: checkpoints of nobody, of padding and of empty sequences, whatever they carry; padding ones twice; the slot
+# of a sequence that is padding or empty.
+for legal in (
+    {offsets: int32(0, 1, 1, 1), tokens: int32(2, 99, -5), slots: int32(4, 1, 4)},
+    {offsets: int32(0, 0, 0, 0), tokens: int32(0, 0, 0), slots: int32(1, 7, 3)},
+    {tokens: int32(1, 0, 99), slots: int32(4, -1, -1)},
+    {"cache_indices": int32(-1, 7, 3), tokens: int32(77, 2, 3), slots: int32(99, 5, 1)},
+    {"cu_seqlens": int32(0, 0, 3, 6), tokens: int32(77, 2, 3), slots: int32(7, 1, 6)},
+    {offsets: int32(0, 0, 0, 0), tokens: int32(), slots: int32()},
+):
+    call(STEP, {**valid(STEP, device), **legal})
 print("done")
 """
 

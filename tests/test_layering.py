@@ -24,7 +24,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("backends",),
     ("ops", "warmup"),
     ("pool",),
-    ("step",),
+    ("step", "graphs"),
     ("replay", "training", "warmup_command"),
     ("cli",),
     ("__main__",),

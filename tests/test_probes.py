@@ -15,7 +15,7 @@ from support.cases import LAYOUTS
 from support.memory import POISONS, Guarded, pool_strides
 from torch import Tensor
 
-from serving_conv import causal_conv1d_fn, causal_conv1d_update
+from serving_conv import causal_conv1d_fn, causal_conv1d_step, causal_conv1d_update
 
 CHANNELS = 130
 STREAM = tuple(range(1, 10))
@@ -101,6 +101,31 @@ class Probe:
             cu_seqlens=None if single else self.int32([0, *itertools.accumulate(map(len, pieces))]),
             has_initial_state=None if history is None else torch.tensor(list(history), device=self.device),
             num_accepted_tokens=None if counts is None else self.int32(counts),
+            **self.common,
+        )
+        return self._split(out, pieces)
+
+    def step(
+        self,
+        pieces: Sequence[Sequence[int]],
+        slots: Sequence[int],
+        history: Sequence[bool],
+        counts: Sequence[int],
+        drafts: Sequence[bool],
+        checkpoints: Sequence[Sequence[tuple[int, int]]],
+    ) -> list[list[int]]:
+        """One call for all pieces; `checkpoints` are (tokens, slot) of each piece."""
+        named = list(itertools.chain(*checkpoints))
+        out = causal_conv1d_step(
+            self.rows(list(itertools.chain(*pieces))),
+            cu_seqlens=self.int32([0, *itertools.accumulate(map(len, pieces))]),
+            cache_indices=self.int32(slots),
+            has_initial_state=torch.tensor(list(history), device=self.device),
+            num_accepted_tokens=self.int32(counts),
+            speculative=torch.tensor(list(drafts), device=self.device),
+            checkpoint_offsets=self.int32([0, *itertools.accumulate(map(len, checkpoints))]),
+            checkpoint_tokens=self.int32([tokens for tokens, _ in named]),
+            checkpoint_slots=self.int32([slot for _, slot in named]),
             **self.common,
         )
         return self._split(out, pieces)
@@ -351,6 +376,62 @@ def test_kit3_prefill_with_counts_normalises_the_window(device: torch.device) ->
         probe.prefill([(5, 6)], [0], [True], [accepted])
         assert probe.window(0) == [accepted, 5, 6]
         assert torch.equal(probe.pool[0, :, 3:], tail), "the rest of the slot keeps its bytes"
+
+
+# --- A mixed step with checkpoints --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("poison", POISONS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_mixed_step_with_checkpoints(layout: str, poison: str, device: torch.device) -> None:
+    probe = Probe(device, slots=14, positions=6, poison=poison, layout=layout)
+    probe.set_window(1, (7, 8, 9))
+    probe.set_window(2, (7, 8, 9), start=1)  # of the drafts before, two were accepted
+    probe.set_window(3, (7, 8, 9))
+    probe.guarded.arm()
+    got = probe.step(
+        # A later chunk, drafts, a decode row, a first chunk, padding.
+        pieces=[(1, 2, 3, 4, 5), (1, 2, 3, 4), (1,), (1, 2, 3, 4, 5, 6, 7, 8, 9), (6, 6)],
+        slots=[1, 2, 3, 4, -1],
+        history=[True, True, True, False, True],
+        counts=[1, 2, 1, 1, 1],
+        drafts=[False, True, False, False, True],
+        checkpoints=[
+            [(1, 5), (2, 6), (3, 7), (4, 8)],  # windows that reach back into the slot, then of the chunk alone
+            [(2, 9)],  # of drafts, as a rollback point
+            [(1, 10)],
+            [(1, 11), (8, 12), (9, -1)],  # the last is padding
+            [(1, 13)],  # of padding: not written
+        ],
+    )
+    assert got == [
+        [1987, 2198, 3219, 4321, 5432],
+        [1987, 2198, 3219, 4321],
+        [1987],
+        list(SPELLED),
+        [0, 0],
+    ]
+    assert probe.window(1) == [3, 4, 5]
+    # Drafts keep (8, 9 | 1, 2, 3, 4): the next step finds its window at the accepted count.
+    assert [probe.window(2, accepted - 1) for accepted in KIT3] == [window for window, _ in KIT3.values()]
+    assert probe.window(3) == [8, 9, 1]
+    assert probe.window(4) == [7, 8, 9]
+    assert [probe.window(slot) for slot in range(5, 13)] == [
+        [8, 9, 1],
+        [9, 1, 2],
+        [1, 2, 3],
+        [2, 3, 4],
+        [9, 1, 2],
+        [8, 9, 1],
+        [0, 0, 1],
+        [6, 7, 8],
+    ]
+    owned = torch.zeros(14, CHANNELS, 6, dtype=torch.bool)
+    owned[1:13, :, :3] = True
+    owned[2] = True
+    probe.guarded.assert_untouched(except_for=owned, name="pool")
+    # A prompt that shares six or eight tokens goes on from the checkpoint as if it had computed them.
+    assert probe.prefill([(9, 1), (3, 4)], [12, 6], [True, True]) == [[9876, 1987], [3219, 4321]]
 
 
 # --- KIT-5: what nobody owns ----------------------------------------------------------------------------------

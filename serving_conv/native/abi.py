@@ -29,6 +29,10 @@ FIELDS: tuple[tuple[str, str, str], ...] = (
     ("const unsigned char *", "has_initial_state", "[sequences], or null"),
     ("const int *", "num_accepted_tokens", "[sequences], or null"),
     ("int *", "fault_flag", "[1], sticky"),
+    ("const unsigned char *", "speculative", "[sequences], if SPECULATIVE: the tokens are drafts"),
+    ("const int *", "checkpoint_offsets", "[sequences + 1], if CHECKPOINTS"),
+    ("const int *", "checkpoint_tokens", "[checkpoints]"),
+    ("const int *", "checkpoint_slots", "[checkpoints]"),
     ("i64", "x_row_stride", "elements"),
     ("i64", "out_row_stride", "elements"),
     ("i64", "slot_stride", "elements"),
@@ -41,6 +45,8 @@ FIELDS: tuple[tuple[str, str, str], ...] = (
     ("int", "slot_count", ""),
     ("int", "positions", "in a slot"),
     ("int", "pad_slot_id", ""),
+    ("int", "checkpoints", ""),
+    ("int", "unused", "the size is a multiple of eight bytes"),
 )
 
 _CODES = {"i64": "q", "int": "i"}

@@ -157,6 +157,7 @@ def prepare_backward(
             0,  # out
             _address(cu_seqlens),
             *(0, 0, 0, 0),  # slots, flags, counts, fault flag
+            *(0, 0, 0, 0),  # drafts and checkpoints of a step
             x.stride(1),
             0,
             *((0, 0, 0) if initial is None else initial.stride()),
@@ -167,6 +168,7 @@ def prepare_backward(
             0 if initial is None else initial.shape[0],
             width - 1,
             -1,
+            *(0, 0),
             dout.data_ptr(),
             _address(buffers.dx),
             _address(dfinal),

@@ -97,6 +97,10 @@ def _pack(
     num_accepted_tokens: Tensor | None,
     fault_flag: Tensor,
     pad_slot_id: int,
+    speculative: Tensor | None = None,
+    checkpoint_offsets: Tensor | None = None,
+    checkpoint_tokens: Tensor | None = None,
+    checkpoint_slots: Tensor | None = None,
 ) -> bytes:
     return PACKER.pack(
         x.data_ptr(),
@@ -109,6 +113,10 @@ def _pack(
         _address(has_initial_state),
         _address(num_accepted_tokens),
         fault_flag.data_ptr(),
+        _address(speculative),
+        _address(checkpoint_offsets),
+        _address(checkpoint_tokens),
+        _address(checkpoint_slots),
         x.stride(0),
         out.stride(0),
         *conv_state.stride(),
@@ -119,6 +127,8 @@ def _pack(
         conv_state.shape[0],
         conv_state.shape[2],
         pad_slot_id,
+        0 if checkpoint_tokens is None else checkpoint_tokens.shape[0],
+        0,
     )
 
 
@@ -170,8 +180,17 @@ def _traits(
     )
 
 
-def variant_of(kernel: str, traits: Traits, config: LaunchConfig, vec: int, *, packed: bool = False) -> Variant:
-    """The variant that a call with these traits runs."""
+def variant_of(
+    kernel: str,
+    traits: Traits,
+    config: LaunchConfig,
+    vec: int,
+    *,
+    packed: bool = False,
+    drafts: bool = False,
+    checkpoints: bool = False,
+) -> Variant:
+    """The variant that a call with these traits runs; `drafts` and `checkpoints` as a step may give them."""
     # A speculative step has at most L-W+2 tokens worth storing: with all of them ahead a dense slot is one run.
     most_tokens = traits.positions - traits.width + 2
     return Variant(
@@ -191,7 +210,8 @@ def variant_of(kernel: str, traits: Traits, config: LaunchConfig, vec: int, *, p
         rows=config.rows,
         packed=packed,
         # With one row a sequence a counted step leaves the same slot as a plain one.
-        speculative=packed and traits.counted,
+        speculative=drafts or (packed and traits.counted),
+        checkpoints=checkpoints,
         ahead=(min(8, most_tokens) if traits.counted else 4) if packed else 0,
         sequences=0 if packed else config.sequences,
     )
@@ -210,11 +230,15 @@ def prepare_prefill(
     out: Tensor,
     pad_slot_id: int,
     *,
+    speculative: Tensor | None = None,
+    checkpoint_offsets: Tensor | None = None,
+    checkpoint_tokens: Tensor | None = None,
+    checkpoint_slots: Tensor | None = None,
     fault_flag: Tensor,
     multiprocessors: int,
     capability: int = 80,
 ) -> Launch | None:
-    """The launch of `causal_conv1d_fn`, or None if there is nothing to compute."""
+    """The launch of `causal_conv1d_step`, and of `causal_conv1d_fn`; None if there is nothing to compute."""
     rows, channels = x.shape
     if rows == 0 or channels == 0:
         return None
@@ -229,7 +253,10 @@ def prepare_prefill(
         capability=capability,
     )
     vec = _aligned_vec(config.vec, x, weight, bias, conv_state, out, traits.layout)
-    variant = variant_of("conv_prefill", traits, config, vec)
+    checkpoints = 0 if checkpoint_tokens is None else checkpoint_tokens.shape[0]
+    variant = variant_of(
+        "conv_prefill", traits, config, vec, drafts=speculative is not None, checkpoints=checkpoints > 0
+    )
     parameters = _pack(
         x,
         weight,
@@ -242,8 +269,14 @@ def prepare_prefill(
         num_accepted_tokens,
         fault_flag,
         pad_slot_id,
+        speculative,
+        checkpoint_offsets,
+        checkpoint_tokens,
+        checkpoint_slots,
     )
-    return Launch(variant, parameters, (-(-channels // (config.threads * vec)), *split(-(-rows // config.rows))))
+    # A block for each checkpoint behind those of the rows.
+    blocks = -(-rows // config.rows) + checkpoints
+    return Launch(variant, parameters, (-(-channels // (config.threads * vec)), *split(blocks)))
 
 
 def prepare_update(

@@ -48,9 +48,10 @@ def choose_prefill(
 ) -> LaunchConfig:
     """Launch of `conv_prefill`.
 
-    Eight bytes a thread and 16 rows a block: 69.0 for 8192 rows and 259 for 32768, where four bytes give 77.5
-    and 371, and 8 rows a block 74.9 and 293. Too few rows for one wave of such blocks want twice as many smaller
-    threads: 512 rows take 7.17 with four bytes and 7.82 with eight.
+    Eight bytes a thread and 16 rows a block: 67.9 for 8192 rows, where four bytes give 75.3, sixteen 72.0, 8 rows a
+    block 75.4, 20 rows 68.1 and 32 rows 70.1. Sequences of 1 to 12 tokens, 256 of them: 27.5, with four bytes 31.5,
+    sixteen 30.1, 12 rows 31.2, 20 rows 29.1. Too few rows for one wave of such blocks want twice as many smaller
+    threads: 512 rows take 6.92 with four bytes and 7.56 with eight.
 
     Args:
         rows: packed rows.

@@ -15,16 +15,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from serving_conv.contract import PREFILL, Entry
 from serving_conv.errors import BackendError, CaptureError
 from serving_conv.faults import fault_flag
-from serving_conv.native.abi import BACKWARD_PACKER, POINTERS
+from serving_conv.native.abi import BACKWARD_PACKER
 from serving_conv.native.backward import prepare_backward
 from serving_conv.native.call import Launch, prepare_prefill, prepare_update
 from serving_conv.native.variant import Variant, source
 from serving_conv.settings import SETTINGS
 
-__all__ = ["CudaBackend", "Plan", "compile_variant", "load_variant", "run_backward"]
+__all__ = [
+    "CudaBackend",
+    "Kernel",
+    "check_status",
+    "compile_variant",
+    "load_variant",
+    "prefill_launch",
+    "run_backward",
+]
 
 
 class CudaBackend:
@@ -43,14 +50,19 @@ class CudaBackend:
 
     def prefill(self, *, x: Tensor, workspace: Tensor | None, **arguments: Any) -> None:
         """`causal_conv1d_fn`; the kernel needs no scratch."""
-        _run(_prefill_launch(x, arguments), x.device)
+        _run(prefill_launch(x, arguments), x.device)
+
+    def step(self, *, x: Tensor, **arguments: Any) -> None:
+        """`causal_conv1d_step`."""
+        _run(prefill_launch(x, arguments), x.device)
 
     def update(self, *, x: Tensor, **arguments: Any) -> None:
         """`causal_conv1d_update`."""
         _run(prepare_update(x, **arguments, fault_flag=fault_flag(x.device)), x.device)
 
 
-def _prefill_launch(x: Tensor, arguments: dict[str, Any]) -> Launch | None:
+def prefill_launch(x: Tensor, arguments: dict[str, Any]) -> Launch | None:
+    """The launch of a checked `causal_conv1d_fn` or `causal_conv1d_step`; `arguments`: all others but a workspace."""
     device = x.device
     multiprocessors, capability = _traits_of_device(device.index)
     return prepare_prefill(
@@ -102,8 +114,13 @@ def compile_variant(variant: Variant, architecture: str) -> Any:
         ) from error
 
 
-class _Kernel:
-    """One loaded kernel with its launch configuration, ready to go; shared by threads, hence the lock."""
+class Kernel:
+    """One loaded kernel, ready to go; shared by threads, hence the lock.
+
+    Attributes:
+        function: the driver's handle.
+        call: the driver's launch.
+    """
 
     def __init__(self, variant: Variant, device_index: int) -> None:
         from cuda.bindings import driver
@@ -112,12 +129,24 @@ class _Kernel:
         # The object must outlive the handle taken from it.
         self._object = compile_variant(variant, f"sm_{major}{minor}")
         self._kernel = self._object.get_kernel(variant.kernel)
-        self._handle = driver.CUkernel(int(self._kernel.handle))
-        self._launch = driver.cuLaunchKernelEx
-        self._function = _checked(driver.cuKernelGetFunction(self._handle))
+        self.call = driver.cuLaunchKernelEx
+        self.function = check_status(driver.cuKernelGetFunction(driver.CUkernel(int(self._kernel.handle))))
+        self._threads = variant.threads
+        self._dependent_launch = major >= 9
+        self._config = self.new_config((1, 1, 1))
+        self._buffer = ctypes.create_string_buffer(BACKWARD_PACKER.size)  # the longest block there is
+        self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self._buffer))
+        self._arguments_address = ctypes.addressof(self._arguments)
+        self._lock = threading.Lock()
+
+    def new_config(self, grid: tuple[int, int, int]) -> Any:
+        """A launch configuration of this kernel, the stream left open."""
+        from cuda.bindings import driver
+
         config = driver.CUlaunchConfig()
-        config.blockDimX, config.blockDimY, config.blockDimZ = variant.threads, 1, 1
-        if major >= 9:
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = self._threads, 1, 1
+        if self._dependent_launch:
             attribute = driver.CUlaunchAttribute()
             attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             value = driver.CUlaunchAttributeValue()
@@ -125,11 +154,7 @@ class _Kernel:
             attribute.value = value
             config.attrs = [attribute]
             config.numAttrs = 1
-        self._config = config
-        self._buffer = ctypes.create_string_buffer(BACKWARD_PACKER.size)  # the longest block there is
-        self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self._buffer))
-        self._arguments_address = ctypes.addressof(self._arguments)
-        self._lock = threading.Lock()
+        return config
 
     def launch(self, parameters: bytes, grid: tuple[int, int, int], stream: int) -> None:
         """Launch on a raw stream handle of the current device."""
@@ -138,22 +163,27 @@ class _Kernel:
             config = self._config
             config.gridDimX, config.gridDimY, config.gridDimZ = grid
             config.hStream = stream
-            status = self._launch(config, self._function, self._arguments_address, 0)[0]
-        if status:
-            _checked((status,))
+            status = self.call(config, self.function, self._arguments_address, 0)
+        if status[0]:
+            check_status(status)
 
 
-def _checked(result: tuple[Any, ...]) -> Any:
+def check_status(result: tuple[Any, ...]) -> Any:
+    """What a driver call returned behind its status.
+
+    Raises:
+        BackendError: the status is an error.
+    """
     status, *values = result
     if int(status) != 0:
         raise BackendError("cuda", got=str(status), wanted="CUDA_SUCCESS")
     return values[0] if values else None
 
 
-_kernels: dict[tuple[Variant, int], _Kernel] = {}
+_kernels: dict[tuple[Variant, int], Kernel] = {}
 
 
-def load_variant(variant: Variant, device_index: int) -> _Kernel:
+def load_variant(variant: Variant, device_index: int) -> Kernel:
     """The loaded kernel of a variant on a device.
 
     Raises:
@@ -168,7 +198,7 @@ def load_variant(variant: Variant, device_index: int) -> _Kernel:
                 wanted="every kernel of a graph loaded before capture",
                 remedy="run the step once eagerly, or serving_conv.warmup(...), before capturing",
             )
-        kernel = _kernels.setdefault((variant, device_index), _Kernel(variant, device_index))
+        kernel = _kernels.setdefault((variant, device_index), Kernel(variant, device_index))
     return kernel
 
 
@@ -195,113 +225,3 @@ def _run(launch: Launch | None, device: torch.device) -> None:
 def _launch_here(launch: Launch, device_index: int) -> None:
     stream = torch._C._cuda_getCurrentRawStream(device_index)
     load_variant(launch.variant, device_index).launch(launch.parameters, launch.grid, stream)
-
-
-class Plan:
-    """A call that passed all its checks, ready to be made again with other addresses.
-
-    Everything that depends on shapes, strides and types is settled: what remains is to look at the addresses, put
-    them in front of the packed sizes, and launch. A plan is found by the signature of its call (`ops`).
-    """
-
-    def __init__(self, entry: Entry, arguments: dict[str, Any]) -> None:
-        x: Tensor = arguments["x"]
-        rest = {name: value for name, value in arguments.items() if name not in ("x", "workspace")}
-        if entry is PREFILL:
-            launch = _prefill_launch(x, rest)
-        else:
-            launch = prepare_update(x, **rest, fault_flag=fault_flag(x.device))
-        if launch is None:
-            raise BackendError(entry.name, got="a call with nothing to compute", wanted="one that `possible` accepts")
-        self._kernel = load_variant(launch.variant, x.device.index)
-        self._grid = launch.grid
-        self._sizes = launch.parameters[POINTERS.size :]
-        self._device_index: int = x.device.index
-        self._fault_flag = fault_flag(x.device).data_ptr()
-        self._shape = x.shape
-        self._private_storage = entry is PREFILL
-        self._in_place = entry is not PREFILL and arguments["out"].stride() == x.stride()
-        self._extents = tuple(
-            _extent(arguments.get(name))
-            for name in ("x", "weight", "bias", "cu_seqlens", "cache_indices", "state_indices", "has_initial_state")
-        )
-        self._counts_extent = _extent(arguments["num_accepted_tokens"])
-        self._state_extent = _extent(arguments["conv_state"])
-        self._out_extent = _extent(arguments["out"])
-
-    @staticmethod
-    def possible(arguments: dict[str, Any]) -> bool:
-        """Whether a call may become a plan: something to compute, and addresses that allow the widest words."""
-        x: Tensor = arguments["x"]
-        return x.numel() > 0 and all(
-            arguments[name] is None or arguments[name].data_ptr() % 16 == 0
-            for name in ("x", "weight", "bias", "conv_state", "out")
-        )
-
-    def run(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        conv_state: Tensor,
-        out: Tensor | None,
-        cu_seqlens: Tensor | None,
-        slots: Tensor,
-        has_initial_state: Tensor | None,
-        num_accepted_tokens: Tensor | None,
-        workspace: Tensor | None,
-    ) -> Tensor | None:
-        """Make the call; None, and nothing done, if these addresses need the full checks."""
-        device_index = self._device_index
-        if device_index != torch._C._cuda_getDevice():
-            return None
-        fresh = out is None
-        if out is None:
-            out = x.new_empty(self._shape)
-        at_x, at_weight, at_state, at_out = x.data_ptr(), weight.data_ptr(), conv_state.data_ptr(), out.data_ptr()
-        at_bias = 0 if bias is None else bias.data_ptr()
-        if (at_x | at_weight | at_state | at_out | at_bias) & 15:
-            return None
-        at_offsets = 0 if cu_seqlens is None else cu_seqlens.data_ptr()
-        at_slots = slots.data_ptr()
-        at_flags = 0 if has_initial_state is None else has_initial_state.data_ptr()
-        at_counts = 0 if num_accepted_tokens is None else num_accepted_tokens.data_ptr()
-        state_end, out_end = at_state + self._state_extent, at_out + self._out_extent
-        reads = (at_x, at_weight, at_bias, at_offsets, at_slots, at_slots, at_flags)
-        for at, extent in zip((*reads, at_counts), (*self._extents, self._counts_extent), strict=True):
-            if at < state_end and at_state < at + extent:
-                return None
-        if not fresh:
-            for at, extent in zip((*reads, at_counts), (*self._extents, self._counts_extent), strict=True):
-                if at < out_end and at_out < at + extent and not (self._in_place and at == at_x == at_out):
-                    return None
-            if at_state < out_end and at_out < state_end:
-                return None
-        if self._private_storage and not (fresh and workspace is None):
-            tensors = (x, weight, bias, conv_state, cu_seqlens, slots, has_initial_state, num_accepted_tokens)
-            others = {t.untyped_storage().data_ptr() for t in tensors if t is not None}
-            at_scratch = 0 if workspace is None else workspace.untyped_storage().data_ptr()
-            if out.untyped_storage().data_ptr() in (*others, at_scratch) or at_scratch in others:
-                return None
-        pointers = POINTERS.pack(
-            at_x,
-            at_weight,
-            at_bias,
-            at_state,
-            at_out,
-            at_offsets,
-            at_slots,
-            at_flags,
-            at_counts,
-            self._fault_flag,
-        )
-        self._kernel.launch(pointers + self._sizes, self._grid, torch._C._cuda_getCurrentRawStream(device_index))
-        return out
-
-
-def _extent(tensor: Tensor | None) -> int:
-    """Bytes from a tensor's first element to the end of its last."""
-    if tensor is None or tensor.numel() == 0:
-        return 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size()

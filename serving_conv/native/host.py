@@ -43,6 +43,10 @@ class HostBackend:
 
     def prefill(self, *, x: Tensor, workspace: Tensor | None, **arguments: Any) -> None:
         """`causal_conv1d_fn`; the kernel needs no scratch."""
+        self.step(x=x, **arguments)
+
+    def step(self, *, x: Tensor, **arguments: Any) -> None:
+        """`causal_conv1d_step`."""
         flag = fault_flag(x.device)
         _run(prepare_prefill(x, **arguments, fault_flag=flag, multiprocessors=_MULTIPROCESSORS))
 

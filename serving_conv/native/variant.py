@@ -17,7 +17,7 @@ __all__ = ["CHANNELS_CONTIGUOUS", "POSITIONS_DENSE", "STRIDED", "Variant", "kern
 CHANNELS_CONTIGUOUS, POSITIONS_DENSE, STRIDED = 0, 1, 2  # STATE_LAYOUT of kernels/window.cuh
 
 _TYPES = {"bfloat16": "BFloat16", "float16": "Float16", "float32": "Float32"}
-_FILES = ("parameters.cuh", "channels.cuh", "window.cuh", "sequence.cuh", "singles.cuh")
+_FILES = ("parameters.cuh", "channels.cuh", "window.cuh", "sequence.cuh", "checkpoints.cuh", "singles.cuh")
 _BACKWARD_KERNELS = ("conv_backward", "sum_partials")  # these take BackwardParameters
 
 
@@ -40,7 +40,8 @@ class Variant:
     silu: bool
     rows: int = 0  # prefill: packed rows of a block
     packed: bool = False  # update: offsets are given
-    speculative: bool = False  # update: accepted counts are given
+    speculative: bool = False  # update: accepted counts are given; prefill: sequences may be marked as drafts
+    checkpoints: bool = False  # prefill: windows may go to further slots
     ahead: int = 0  # update, packed, and backward: rows loaded before the first is needed
     sequences: int = 0  # update, not packed: sequences of a thread
     ordered: bool = False  # backward: each run's sums have a place of their own

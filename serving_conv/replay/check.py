@@ -64,7 +64,7 @@ class Checker:
     def finish(self, sequence: Sequence) -> Mismatch | None:
         """Compare a request that is done with its solo run, and forget it."""
         record = self._records.pop(sequence.request.index)
-        inputs = self._content.inputs(sequence.keys)
+        inputs = self._content.inputs(sequence.keys).to(self._layers[0].weight.device)
         solo = torch.stack([self._solo(layer, inputs[:, index]) for index, layer in enumerate(self._layers)])
         known = record.known.nonzero()[0]
         self._compare(sequence, record, known, solo[:, known], "solo")
@@ -87,7 +87,7 @@ class Checker:
             x,
             layer.weight,
             x.new_zeros(1, channels, state_positions(width)),
-            torch.tensor([0, len(x)], dtype=torch.int32),
-            torch.zeros(1, dtype=torch.int32),
+            torch.tensor([0, len(x)], dtype=torch.int32, device=x.device),
+            torch.zeros(1, dtype=torch.int32, device=x.device),
             bias=layer.bias,
         )

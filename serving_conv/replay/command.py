@@ -61,6 +61,11 @@ def replay(
     ] = _DEFAULTS.patience,
     step_ms: Annotated[float, typer.Option(help="Trace time of a step, before its rows.")] = _DEFAULTS.step_ms,
     token_us: Annotated[float, typer.Option(help="Trace time of each row.")] = _DEFAULTS.token_us,
+    device: Annotated[str, typer.Option(help="cpu, or a CUDA device.")] = _DEFAULTS.device,
+    one_launch: Annotated[
+        bool, typer.Option("--one-launch", help="One causal_conv1d_step a layer for the whole step; graphs always do.")
+    ] = False,
+    eager: Annotated[bool, typer.Option("--eager", help="No captured graphs on a CUDA device.")] = False,
     seed: Annotated[int, typer.Option(help="Of weights, inputs and acceptance.")] = _DEFAULTS.seed,
 ) -> None:
     """Play a request trace through the operator and the state pool, and check every output.
@@ -85,6 +90,8 @@ def replay(
         patience=patience,
         resume=resume,
         checkpoint_every=checkpoint_every,
+        device=device,
+        launch=_launch(device, one_launch=one_launch, eager=eager),
         check=check,
         seed=seed,
     )
@@ -102,6 +109,13 @@ def replay(
         write_plot(report, plot)
     if report.mismatches:
         raise typer.Exit(1)
+
+
+def _launch(device: str, *, one_launch: bool, eager: bool) -> str:
+    """How the layers are launched: graphs where there are any, else entry by entry unless asked otherwise."""
+    if device.startswith("cuda") and not eager:
+        return "graphs"
+    return "step" if one_launch else "entries"
 
 
 def _replay_with_progress(trace: Trace, options: ReplayOptions) -> ReplayReport:

@@ -13,6 +13,7 @@ from serving_conv.replay.trace import BLOCK_TOKENS
 __all__ = ["RESUME_MODES", "ReplayOptions"]
 
 LAYOUTS = ("channels", "positions")
+LAUNCHES = ("entries", "step", "graphs")
 RESUME_MODES = ("recompute", "import", "alternate")
 
 
@@ -38,6 +39,9 @@ class ReplayOptions:
             running; then it gets those of the request that was served most.
         resume: after a preemption compute again, import the exported slot, or alternate.
         checkpoint_every: granularity of prefix checkpoints in tokens; divides 512.
+        device: where the pool lies and the operator runs.
+        launch: what a layer launches in a step. entries: one call for each entry that its sequences need; step: one
+            `causal_conv1d_step` for all; graphs: the same, as captured graphs (CUDA devices).
         check: compare every output with the solo run.
         seed: of weights, inputs and acceptance.
 
@@ -61,6 +65,8 @@ class ReplayOptions:
     patience: float = 0.25
     resume: str = "alternate"
     checkpoint_every: int = 64
+    device: str = "cpu"
+    launch: str = "entries"
     check: bool = True
     seed: int = 0
 
@@ -77,11 +83,14 @@ class ReplayOptions:
             ("dtype", FLOAT_TYPES),
             ("state_dtype", (*FLOAT_TYPES, None)),
             ("layout", LAYOUTS),
+            ("launch", LAUNCHES),
             ("resume", RESUME_MODES),
         ):
             if getattr(self, name) not in choices:
                 wanted = " or ".join(choice for choice in choices if choice)
                 raise ContractError(name, got=repr(getattr(self, name)), wanted=wanted)
+        if self.launch == "graphs" and torch.device(self.device).type != "cuda":
+            raise ContractError("launch", got="'graphs'", wanted="'entries' or 'step'", remedy="or a CUDA device")
         if not 0 <= self.acceptance <= 1:
             raise ContractError("acceptance", got=self.acceptance, wanted="a probability, 0 to 1")
         for name in ("step_ms", "token_us", "patience"):

@@ -1,4 +1,4 @@
-"""Owns the step loop: the clock, the calls of the operator, and what is measured."""
+"""Owns the step loop: the clock, the steps, and what is measured."""
 
 from __future__ import annotations
 
@@ -8,22 +8,18 @@ from time import perf_counter
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from serving_conv import ops
 from serving_conv.backends import backend_for
 from serving_conv.pool import LayerState, StatePool
 from serving_conv.replay.check import Checker, ConvLayer
 from serving_conv.replay.content import Content
+from serving_conv.replay.launch import Launcher
 from serving_conv.replay.options import ReplayOptions
 from serving_conv.replay.report import Mismatch, ReplayReport, Timeline
 from serving_conv.replay.scheduler import Entry, Scheduler, Sequence, Stopwatch, Work
 from serving_conv.replay.trace import Trace
-from serving_conv.step import StepArguments, StepMetadata
 
 __all__ = ["replay_trace"]
-
-PAD_TO = 8  # decode steps are padded up to a multiple, as the sizes of captured graphs are
 
 
 def replay_trace(trace: Trace, options: ReplayOptions, progress: Callable[[int], None] | None = None) -> ReplayReport:
@@ -51,19 +47,14 @@ class _Replay:
             [LayerState(channels, options.width, options.torch_state_dtype)] * options.layers,
             draft_tokens=options.draft_tokens,
             layout="channels" if options.layout == "channels" else "positions",
+            device=options.device,
             max_tokens=most_rows,
             max_sequences=options.max_sequences,
         )
         for state in self._pool.states:
             state.fill_(float("nan"))  # an input that no one wrote shows in every output it touches
-        self._outputs = [
-            output if output.dtype == dtype else torch.empty(most_rows, channels, dtype=dtype)
-            for output in self._pool.outputs
-        ]
-        self._metadata = {
-            entry: StepMetadata(options.max_sequences, pad_slot_id=self._pool.pad_slot_id) for entry in Entry
-        }
         self._layers = _make_layers(options)
+        self._launcher = Launcher(options, self._pool, self._layers)
         self._content = Content(options.layers, channels, dtype, options.seed)
         self._op_time, self._pool_time = Stopwatch(), Stopwatch()
         self._input_time, self._check_time = Stopwatch(), Stopwatch()
@@ -83,9 +74,10 @@ class _Replay:
             while coming and coming[0].arrival <= clock:
                 scheduler.arrive(coming.popleft())
             works = scheduler.plan(clock)
-            for entry in Entry:
-                if group := [work for work in works if work.entry is entry]:
-                    self._run_group(entry, group)
+            groups = [works] if options.launch != "entries" else [[w for w in works if w.entry is e] for e in Entry]
+            for group in groups:
+                if group:
+                    self._run_group(group)
             clock += options.step_ms / 1e3 + sum(work.tokens for work in works) * options.token_us / 1e6
             for sequence in scheduler.complete(works, clock):
                 self._finish(sequence)
@@ -93,60 +85,24 @@ class _Replay:
             self._note_step(clock, works)
         return self._report(clock, perf_counter() - started)
 
-    def _run_group(self, entry: Entry, works: list[Work]) -> None:
-        """One call a layer for all work of one entry, and the record of what it gave."""
-        count, pool = len(works), self._pool
-        bucket = min(-(-count // PAD_TO) * PAD_TO, self._options.max_sequences) if entry is Entry.DECODE else count
+    def _run_group(self, works: list[Work]) -> None:
+        """Run work that is launched together, and record what it gave."""
+        pool = self._pool
         with self._input_time:
-            keys = [_row_keys(work) for work in works] + [np.zeros(bucket - count, dtype=np.uint64)]
-            inputs = self._content.inputs(np.concatenate(keys))
+            inputs = self._content.inputs(np.concatenate([_row_keys(work) for work in works]))
         with self._pool_time:
             slots = [work.sequence.live_slot for work in works]
             history = [pool.has_history(slot) for slot in slots]
             accepted = [pool.accepted(slot) for slot in slots]
-        lengths = [work.tokens for work in works]
-        step = self._metadata[entry].fill(lengths, slots, history, accepted, bucket=bucket)
         with self._op_time:
-            outputs = [self._call(entry, index, inputs[:, index], step) for index in range(len(self._layers))]
+            outputs = self._launcher.run(works, inputs, slots, history, accepted)
         if self._checker is not None:
             with self._check_time:
-                together = torch.stack(outputs)
                 row = 0
                 for work in works:
-                    stands = together[:, row : row + work.accepted]
+                    stands = outputs[:, row : row + work.accepted]
                     self._checker.record(work.sequence, work.begin, stands)
                     row += work.tokens
-
-    def _call(self, entry: Entry, index: int, x: Tensor, step: StepArguments) -> Tensor:
-        pool, layer = self._pool, self._layers[index]
-        out = self._outputs[index][: len(x)]
-        if entry is Entry.PREFILL:
-            return ops.causal_conv1d_fn(
-                x,
-                layer.weight,
-                pool.states[index],
-                step.cu_seqlens,
-                step.slots,
-                step.has_initial_state,
-                bias=layer.bias,
-                num_accepted_tokens=step.num_accepted_tokens,
-                out=out,
-                workspace=pool.workspace,
-                pad_slot_id=pool.pad_slot_id,
-            )
-        speculative = entry is Entry.VERIFY
-        return ops.causal_conv1d_update(
-            x,
-            layer.weight,
-            pool.states[index],
-            step.slots,
-            cu_seqlens=step.cu_seqlens if speculative else None,
-            num_accepted_tokens=step.num_accepted_tokens if speculative else None,
-            has_initial_state=step.has_initial_state,
-            bias=layer.bias,
-            out=out,
-            pad_slot_id=pool.pad_slot_id,
-        )
 
     def _finish(self, sequence: Sequence) -> None:
         if self._checker is not None:
@@ -220,8 +176,8 @@ def _make_layers(options: ReplayOptions) -> list[ConvLayer]:
     generator = torch.Generator().manual_seed(options.seed)
     return [
         ConvLayer(
-            torch.randn(options.channels, options.width, generator=generator),
-            torch.randn(options.channels, generator=generator),
+            torch.randn(options.channels, options.width, generator=generator).to(options.device),
+            torch.randn(options.channels, generator=generator).to(options.device),
         )
         for _ in range(options.layers)
     ]

@@ -279,7 +279,7 @@ def test_torch_conv_and_ours_agree_without_history() -> None:
 
 def test_vllm_metadata_covers_every_token() -> None:
     row = replace(SMALL[1], lengths=(17, 1, 8))
-    metadata = peers.Vllm._metadata(row, CPU)
+    metadata = peers.Vllm.metadata(row, CPU)
     assert metadata.nums_dict[8]["tot"] == 5
     assert metadata.batch_ptr.tolist() == [0, 0, 0, 1, 2]
     assert metadata.token_chunk_offset_ptr.tolist() == [0, 1, 2, 0, 0]

@@ -351,6 +351,10 @@ def test_parameters_by_name(
         "has_initial_state": flags.data_ptr() if full else 0,
         "num_accepted_tokens": counts.data_ptr() if full else 0,
         "fault_flag": flag.data_ptr(),
+        "speculative": 0,
+        "checkpoint_offsets": 0,
+        "checkpoint_tokens": 0,
+        "checkpoint_slots": 0,
         "x_row_stride": x.stride(0),
         "out_row_stride": out.stride(0),
         "slot_stride": pool.stride(0),
@@ -363,6 +367,8 @@ def test_parameters_by_name(
         "slot_count": pool.shape[0],
         "positions": pool.shape[2],
         "pad_slot_id": pad_slot_id,
+        "checkpoints": 0,
+        "unused": 0,
     }
     launches = [
         prefill(x, weight, pool, cache_indices=slots, **options),

@@ -6,9 +6,9 @@ import time
 
 import pytest
 from support.fuzz import FuzzFailure, run
-from support.fuzz_specs import MUTANTS, ORDER_MUTANT, SILENT_MUTANT, SPECS, Spec
+from support.fuzz_specs import MUTANTS, ORDER_MUTANT, SILENT_MUTANTS, SPECS, Spec
 
-CASES = 8192  # of a spec
+CASES = 6720  # of a spec
 LEAST = 200_000  # of all specs
 
 
@@ -28,7 +28,7 @@ def test_no_foreign_byte_and_every_result(spec: Spec) -> None:
 # A fuzz that finds nothing must be able to find something.
 
 
-@pytest.mark.parametrize("name", sorted(set(MUTANTS) - {SILENT_MUTANT}))
+@pytest.mark.parametrize("name", sorted(set(MUTANTS) - set(SILENT_MUTANTS)))
 def test_a_planted_bug_is_found(name: str) -> None:
     mutant = MUTANTS[name]
     with pytest.raises(FuzzFailure):

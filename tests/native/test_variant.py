@@ -48,6 +48,7 @@ OTHER = {
     "rows": 8,
     "packed": True,
     "speculative": True,
+    "checkpoints": True,
     "ahead": 4,
     "sequences": 1,
     "ordered": True,
@@ -106,7 +107,15 @@ def test_an_edit_of_any_file_changes_the_source(
             module, "read_kernel_file", lambda name, edited=edited: read(name) + "\n" * (name == edited)
         )
         assert source(variant, platform) != before, edited
-    common = {"parameters.cuh", "channels.cuh", "window.cuh", "sequence.cuh", "singles.cuh", f"{variant.kernel}.cu"}
+    common = {
+        "parameters.cuh",
+        "channels.cuh",
+        "window.cuh",
+        "sequence.cuh",
+        "checkpoints.cuh",
+        "singles.cuh",
+        f"{variant.kernel}.cu",
+    }
     if variant in (BACKWARD, SUM):
         common.add("backward_parameters.cuh")
     own = {"platform_cuda.cuh"} if platform == "cuda" else {"platform_host.h", "host_entry.cc"}

@@ -11,7 +11,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from serving_conv.cli import app, main
-from serving_conv.replay import plot
+from serving_conv.errors import ContractError
+from serving_conv.replay import ReplayOptions, plot
+from serving_conv.replay.command import _launch
 
 SMALL = ["--requests", "6", "--max-context", "150", "--max-generated", "20", "--channels", "2"]
 
@@ -104,7 +106,23 @@ def test_flags_arrive() -> None:
     arguments = [part for name, value in flags.items() for part in (f"--{name.replace('_', '-')}", str(value))]
     result = run(*SMALL, "--json", *arguments)
     assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["options"] == {**flags, "check": True}
+    assert json.loads(result.stdout)["options"] == {**flags, "device": "cpu", "launch": "entries", "check": True}
+
+
+def test_one_launch_a_layer() -> None:
+    result = run(*SMALL, "--json", "--one-launch")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["options"]["launch"] == "step"
+    assert found["mismatches"] == 0
+
+
+def test_graphs_need_a_cuda_device() -> None:
+    assert _launch("cuda", one_launch=False, eager=False) == _launch("cuda:1", one_launch=True, eager=False) == "graphs"
+    assert _launch("cuda", one_launch=False, eager=True) == _launch("cpu", one_launch=False, eager=False) == "entries"
+    assert _launch("cpu", one_launch=True, eager=False) == _launch("cuda", one_launch=True, eager=True) == "step"
+    with pytest.raises(ContractError, match="launch"):
+        ReplayOptions(launch="graphs")
 
 
 def test_plot(tmp_path: Path) -> None:

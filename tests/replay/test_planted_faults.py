@@ -41,7 +41,7 @@ def drop_counts(options: dict[str, Any]) -> None:
 
 
 def count_one(options: dict[str, Any]) -> None:
-    if options["num_accepted_tokens"] is not None:
+    if options.get("num_accepted_tokens") is not None:
         options["num_accepted_tokens"] = torch.ones_like(options["num_accepted_tokens"])
 
 
@@ -80,6 +80,22 @@ def pool_forgets_some_histories(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StatePool, "has_history", lambda pool, slot: sound(pool, slot) and pool.tokens(slot) % 37 != 0)
 
 
+def take_drafts_for_tokens(options: dict[str, Any]) -> None:
+    options["speculative"] = None
+
+
+def take_tokens_for_drafts(options: dict[str, Any]) -> None:
+    options["speculative"] = torch.ones_like(options["speculative"])
+
+
+STEP_FAULTS: dict[str, Plant] = {
+    "counts are dropped": change_call("causal_conv1d_step", drop_counts),
+    "drafts are taken for tokens": change_call("causal_conv1d_step", take_drafts_for_tokens),
+    "tokens are taken for drafts": change_call("causal_conv1d_step", take_tokens_for_drafts),
+    "history is forgotten": change_call("causal_conv1d_step", forget_history),
+    "the last owner's history is read": change_call("causal_conv1d_step", leak_history),
+}
+
 FAULTS: dict[str, Plant] = {
     "speculative step drops the count": change_call("causal_conv1d_update", count_one),
     "prefill after a speculative step drops the count": change_call("causal_conv1d_fn", drop_counts),
@@ -112,6 +128,14 @@ def test_without_a_fault_there_are_no_mismatches(play: Play, faulty_trace: Trace
 def test_a_planted_fault_shows(play: Play, faulty_trace: Trace, monkeypatch: pytest.MonkeyPatch, plant: Plant) -> None:
     plant(monkeypatch)
     assert len(play(faulty_trace).mismatches) > 0
+
+
+@pytest.mark.parametrize("plant", STEP_FAULTS.values(), ids=STEP_FAULTS)
+def test_a_planted_fault_of_a_step_shows(
+    play: Play, faulty_trace: Trace, monkeypatch: pytest.MonkeyPatch, plant: Plant
+) -> None:
+    plant(monkeypatch)
+    assert len(play(faulty_trace, launch="step").mismatches) > 0
 
 
 def test_recomputation_is_compared_with_the_first_time(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:

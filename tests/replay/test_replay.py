@@ -30,6 +30,22 @@ def test_everything_happens_and_every_output_is_right(play: Play, excerpt: Trace
     assert report.timeline.live[-1] == 0
 
 
+def test_one_launch_a_layer_gives_the_same(play: Play, excerpt: Trace) -> None:
+    apart, together = play(excerpt), play(excerpt, launch="step")
+    assert together.mismatches == ()
+    assert together.transitions == apart.transitions
+    assert together.timeline == apart.timeline
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("launch", ["entries", "step", "graphs"])
+@pytest.mark.parametrize("layout", ["channels", "positions"])
+def test_on_a_gpu(play: Play, excerpt: Trace, launch: str, layout: str) -> None:
+    report = play(excerpt, device="cuda", launch=launch, layout=layout, channels=64)
+    assert report.backend == "cuda"
+    assert report.mismatches == ()
+
+
 @pytest.mark.parametrize("layout", ["channels", "positions"])
 @pytest.mark.parametrize(
     ("dtype", "state_dtype"), [("float32", None), ("float16", "bfloat16"), ("bfloat16", "float32")]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import serving_conv
-from serving_conv.contract import ENTRIES, PREFILL, UPDATE, Entry
+from serving_conv.contract import ENTRIES, PREFILL, STEP, UPDATE, Entry
 
 __all__ = ["ENTRY_IDS", "call", "snapshot", "valid"]
 
@@ -28,7 +28,7 @@ def valid(entry: Entry, device: torch.device, *, optional: bool = True) -> dict[
     def int32(*values: int) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
-    slots = "cache_indices" if entry is PREFILL else "state_indices"
+    slots = "state_indices" if entry is UPDATE else "cache_indices"
     arguments: dict[str, Any] = {
         "x": torch.randn(6, 5, device=device),
         "weight": torch.randn(5, 4, device=device),
@@ -47,6 +47,13 @@ def valid(entry: Entry, device: torch.device, *, optional: bool = True) -> dict[
         }
         if entry is PREFILL:
             arguments["workspace"] = torch.full((64,), 77, dtype=torch.int32, device=device)
+        if entry is STEP:
+            arguments |= {
+                "speculative": torch.tensor([True, False, True], device=device),
+                "checkpoint_offsets": int32(0, 1, 1, 3),
+                "checkpoint_tokens": int32(1, 2, 3),
+                "checkpoint_slots": int32(4, 5, 6),
+            }
     elif entry is UPDATE:
         del arguments["cu_seqlens"]
         arguments["x"] = torch.randn(3, 5, device=device)

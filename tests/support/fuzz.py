@@ -77,6 +77,12 @@ class Batch:
             "counts": words((n,)),
             "fault": words((1,)),
         }
+        if spec.drafts:
+            self.memory["drafts"] = Memory(cases, (n,), (1,), raw=np.uint8, kind=torch.bool, exact=exact)
+        if spec.checkpoints:
+            self.memory["checkpoint_offsets"] = words((n + 1,))
+            self.memory["checkpoint_tokens"] = words((sizes.checkpoints,))
+            self.memory["checkpoint_slots"] = words((sizes.checkpoints,))
         if bias != "-":
             self.memory["bias"] = floats("bias", bias, (c,), (1,), 0)
         if not sizes.in_place:
@@ -139,9 +145,20 @@ class Batch:
         for tap in range(spec.width - 1):
             readable[case, m.slots[case, sequence], self.meaning.start[case, sequence] + tap] = True
         content["state"][:, index] = np.where(readable[:, :, None, :], clean, content["state"][:, index])
-        for name, numbers in (("offsets", m.offsets), ("slots", m.slots), ("counts", m.counts)):
-            content[name] = np.full((sizes.cases, self.memory[name].width), 777, dtype=np.int32)
-            content[name][:, self.memory[name].index] = numbers
+        for name, numbers in (
+            ("offsets", m.offsets),
+            ("slots", m.slots),
+            ("counts", m.counts),
+            ("checkpoint_offsets", m.checkpoint_offsets),
+            ("checkpoint_tokens", m.checkpoint_tokens),
+            ("checkpoint_slots", m.checkpoint_slots),
+        ):
+            if name in self.memory:
+                content[name] = np.full((sizes.cases, self.memory[name].width), 777, dtype=np.int32)
+                content[name][:, self.memory[name].index] = numbers
+        if spec.drafts:
+            content["drafts"] = np.full((sizes.cases, self.memory["drafts"].width), 77, dtype=np.uint8)
+            content["drafts"][:, self.memory["drafts"].index] = m.drafts
         content["flags"] = np.full((sizes.cases, self.memory["flags"].width), True)
         content["flags"][:, self.memory["flags"].index] = m.flags
         content["fault"] = np.full((sizes.cases, self.memory["fault"].width), 777, dtype=np.int32)
@@ -176,8 +193,18 @@ class Batch:
         counts = memory["counts"][case] if sizes.counts else None
         activation = "silu" if spec.silu else None
         offsets = None if spec.entry == "decode" else memory["offsets"][case]
-        if spec.entry == "prefill":
+        if spec.prefills:
             assert offsets is not None
+            of_step = {
+                argument: memory[name][case]
+                for argument, name in (
+                    ("speculative", "drafts"),
+                    ("checkpoint_offsets", "checkpoint_offsets"),
+                    ("checkpoint_tokens", "checkpoint_tokens"),
+                    ("checkpoint_slots", "checkpoint_slots"),
+                )
+                if name in memory
+            }
             return call.prepare_prefill(
                 x,
                 weight,
@@ -190,6 +217,7 @@ class Batch:
                 counts,
                 out,
                 sizes.pad_slot_id,
+                **of_step,
                 fault_flag=fault,
                 multiprocessors=1,
             )
@@ -217,7 +245,9 @@ class Batch:
             if name not in (written, "state", "fault"):
                 self._same(name, before[name], after[name])
         wanted_fault = before["fault"].copy()
-        wanted_fault[:, self.memory["fault"].index[0]] |= meaning.fault.astype(np.int32)
+        place = self.memory["fault"].index[0]
+        wanted_fault[:, place] |= meaning.fault.astype(np.int32)
+        wanted_fault[:, place] |= after["fault"][:, place] & meaning.open_fault.astype(np.int32)
         self._same("fault", wanted_fault, after["fault"])
         rows, values = self._reference()
         self._check_out(written, rows, values)
@@ -237,7 +267,9 @@ class Batch:
             f"{self.spec}: case {case} of a batch: {what}; view starts "
             f"{ {name: buffer.start for name, buffer in memory.items()} }, {self.sizes}, "
             f"offsets {m.offsets[case].tolist()}, slots {m.slots[case].tolist()}, flags {m.flags[case].tolist()}, "
-            f"counts {m.counts[case].tolist()}, live {self.meaning.live[case].tolist()}"
+            f"counts {m.counts[case].tolist()}, live {self.meaning.live[case].tolist()}, "
+            f"drafts {m.drafts[case].tolist()}, checkpoint offsets {m.checkpoint_offsets[case].tolist()}, "
+            f"tokens {m.checkpoint_tokens[case].tolist()}, slots {m.checkpoint_slots[case].tolist()}"
         )
 
     def _reference(self) -> tuple[Array, Array]:
@@ -260,6 +292,8 @@ class Batch:
         history[0::2] = meaning.history[case, sequence]
         counts = np.ones(len(slots), dtype=np.int64)
         counts[0::2] = meaning.start[case, sequence] + 1
+        drafts = np.zeros(len(slots), dtype=bool)
+        drafts[0::2] = meaning.drafts[case, sequence]
         x = self._before["x"][:, self.memory["x"].index].reshape(-1, sizes.channels)
         pool = self._before["state"][:, self.memory["state"].index]
         self._wanted_pool = pool
@@ -279,12 +313,29 @@ class Batch:
             activation="silu" if spec.silu else None,
             has_initial_state=torch.from_numpy(history),
             num_accepted_tokens=torch.from_numpy(counts.astype(np.int32)),
-            speculative=spec.entry == "speculative",
+            speculative=torch.from_numpy(drafts),
             pad_slot_id=-1,
+            checkpoints=self._strict_checkpoints(case, sequence) if spec.checkpoints else None,
         )
         self._wanted_pool = pooled.view(RAW_TORCH[state]).numpy().reshape(pool.shape)
         bits = result.values.to(TORCH[kind]).view(RAW_TORCH[kind]).numpy()
         return result.rows.numpy(), bits
+
+    def _strict_checkpoints(self, case: Array, sequence: Array) -> tuple[Tensor, Tensor, Tensor]:
+        """The checkpoints of these sequences, for a call in which every second one is padding."""
+        m, meaning = self.metadata, self.meaning
+        at_case, number = np.nonzero(meaning.checkpoint_written & meaning.strict[:, None])
+        # By case and number is by sequence too, since offsets of strict cases never go backwards.
+        place = np.full(meaning.live.shape, -1)
+        place[case, sequence] = np.arange(len(case))
+        owner = place[at_case, meaning.checkpoint_owner[at_case, number]]
+        of_sequence = np.bincount(owner, minlength=len(case))
+        offsets = np.zeros(2 * len(case), dtype=np.int32)
+        offsets[1::2] = np.cumsum(of_sequence)
+        offsets[2::2] = offsets[1:-1:2]
+        slots = m.checkpoint_slots[at_case, number] + at_case * self.sizes.slots
+        tokens = m.checkpoint_tokens[at_case, number]
+        return torch.from_numpy(offsets), *(torch.from_numpy(t.astype(np.int32)) for t in (tokens, slots))
 
     def _check_out(self, name: str, rows: Array, bits: Array) -> None:
         sizes, meaning, kind = self.sizes, self.meaning, self.spec.types[0]
@@ -325,11 +376,12 @@ class Batch:
         wanted[:, index] = self._wanted_pool
         tokens = meaning.end - meaning.begin
         kept = np.full_like(tokens, spec.width - 1)
-        if spec.entry == "speculative":
-            kept = np.minimum(tokens + spec.width - 2, spec.positions)
+        kept = np.where(meaning.drafts, np.minimum(tokens + spec.width - 2, spec.positions), kept)
         storable = np.zeros((sizes.cases, sizes.slots, spec.positions), dtype=bool)
         for case, sequence in zip(*np.nonzero(meaning.live & ~meaning.strict[:, None]), strict=True):
             storable[case, self.metadata.slots[case, sequence], : kept[case, sequence]] = True
+        case, number = np.nonzero(meaning.checkpoint_written & ~meaning.strict[:, None])
+        storable[case, self.metadata.checkpoint_slots[case, number], : spec.width - 1] = True
         loose = np.zeros(got.shape, dtype=bool)
         loose[:, index] = storable[:, :, None, :]
         self._clean("state", spec.types[2], loose)
@@ -370,10 +422,15 @@ class Batch:
             int32(m.slots[case]),
             bias=typed(self._before["bias"][case][memory["bias"].index], bias_kind) if "bias" in memory else None,
             activation="silu" if spec.silu else None,
-            has_initial_state=torch.from_numpy(m.flags[case]) if sizes.flags else spec.entry != "prefill",
+            has_initial_state=torch.from_numpy(m.flags[case]) if sizes.flags else not spec.prefills,
             num_accepted_tokens=int32(m.counts[case]) if sizes.counts else None,
-            speculative=spec.entry == "speculative",
+            speculative=torch.from_numpy(m.drafts[case] != 0) if spec.drafts else spec.entry == "speculative",
             pad_slot_id=sizes.pad_slot_id,
+            checkpoints=(
+                (int32(m.checkpoint_offsets[case]), int32(m.checkpoint_tokens[case]), int32(m.checkpoint_slots[case]))
+                if spec.checkpoints
+                else None
+            ),
         )
         fault = int(device_fault(device))
         fault_flag(device).fill_(kept)

@@ -14,7 +14,7 @@ from serving_conv.native import call, host
 from serving_conv.native.config import LaunchConfig
 from serving_conv.native.variant import Variant, source
 
-__all__ = ["MUTANTS", "ORDER_MUTANT", "SILENT_MUTANT", "SPECS", "Mutant", "Spec", "function_of", "launch_choice"]
+__all__ = ["MUTANTS", "ORDER_MUTANT", "SILENT_MUTANTS", "SPECS", "Mutant", "Spec", "function_of", "launch_choice"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Spec:
     """One compiled kernel.
 
     Attributes:
-        entry: prefill, decode (one row a sequence), rows or speculative (both with offsets).
+        entry: prefill, step, decode (one row a sequence), rows or speculative (both with offsets).
         types: of x, weight, state and bias; bias may be "-", absent.
         width: taps.
         layout: channels, positions or strided.
@@ -30,6 +30,8 @@ class Spec:
         config: the launch choice; `vec` is what the wide path takes.
         aligned: whether sizes and addresses let `vec` stand; else it falls to 1.
         silu: the activation.
+        drafts: of a step: sequences may be marked as drafts.
+        checkpoints: of a step: windows go to further slots.
     """
 
     entry: str
@@ -40,6 +42,13 @@ class Spec:
     config: LaunchConfig
     aligned: bool = True
     silu: bool = False
+    drafts: bool = False
+    checkpoints: bool = False
+
+    @property
+    def prefills(self) -> bool:
+        """Whether the kernel is conv_prefill."""
+        return self.entry in ("prefill", "step")
 
     @property
     def positions(self) -> int:
@@ -47,8 +56,9 @@ class Spec:
         return self.width - 1 + self.extra
 
     def __str__(self) -> str:
+        of_step = " drafts" * self.drafts + " checkpoints" * self.checkpoints
         return (
-            f"{self.entry} {'/'.join(self.types)} width={self.width} {self.layout} extra={self.extra} "
+            f"{self.entry}{of_step} {'/'.join(self.types)} width={self.width} {self.layout} extra={self.extra} "
             f"vec={self.config.vec} threads={self.config.threads} {'aligned' if self.aligned else 'odd'} "
             f"{'silu' if self.silu else 'plain'}"
         )
@@ -101,6 +111,14 @@ SPECS: tuple[Spec, ...] = (
     Spec("speculative", ("fp32", "fp32", "bf16", "-"), 8, "positions", 7, _update(1)),
     Spec("speculative", _FP32, 2, "channels", 0, _update(2)),
     Spec("speculative", _BF16, 5, "positions", 9, _update(2, threads=64), aligned=False),
+    Spec("step", _BF16, 4, "channels", 3, _prefill(4), drafts=True, checkpoints=True),
+    Spec("step", _BF16, 4, "positions", 3, _prefill(4), silu=True, drafts=True),
+    Spec("step", ("bf16", "fp32", "bf16", "-"), 4, "positions", 0, _prefill(4), checkpoints=True),
+    Spec("step", _FP32, 2, "channels", 2, _prefill(2), drafts=True, checkpoints=True),
+    Spec("step", ("fp16", "fp16", "fp32", "fp32"), 3, "strided", 4, _prefill(2), drafts=True, checkpoints=True),
+    Spec("step", _BF16, 8, "positions", 7, _prefill(2), drafts=True, checkpoints=True),
+    Spec("step", _BF16, 4, "channels", 3, _prefill(4), aligned=False, drafts=True, checkpoints=True),
+    Spec("step", _FP32, 5, "channels", 1, _prefill(2, threads=128), silu=True, drafts=True, checkpoints=True),
 )
 
 
@@ -111,10 +129,12 @@ class Mutant:
     Attributes:
         spec: number of the spec that shows it.
         edits: text that occurs once, and what stands there instead.
+        silent: reads without consequence, which AddressSanitizer alone sees.
     """
 
     spec: int
     edits: tuple[tuple[str, str], ...]
+    silent: bool = False
 
 
 # Strays stay inside the guards as long as the metadata do, so a run without AddressSanitizer survives them.
@@ -134,13 +154,98 @@ MUTANTS: dict[str, Mutant] = {
         (
             ("end >= tile.row1 && end <= p.rows", "end > tile.row1 && end <= p.rows"),
             ("begins && g.end > tile.row1 && g.end > g.begin + WIDTH - 1", "false"),
-            ("if (begins && row == g.end)", "if (row == g.end && (begins || g.end - g.begin >= WIDTH - 1))"),
+            ("if (plain && begins && row == g.end)", "if (row == g.end && (begins || g.end - g.begin >= WIDTH - 1))"),
         ),
     ),
-    # Reads without consequence, which AddressSanitizer alone sees.
-    "rows are copied past the last one": Mutant(0, (("if (r < tile.row1 - tile.row0)", "if (true)"),)),
+    "rows are copied past the last one": Mutant(0, (("if (r < tile.row1 - tile.row0)", "if (true)"),), silent=True),
+    # Of the step.
+    "an early checkpoint of one token sees the window behind it": Mutant(
+        35,
+        (
+            ("if (s[i].live) store_early_checkpoints(p, sequence + i, s[i].begin, s[i].end, channel, window);", "{}"),
+            (
+                "Raw<X, VEC> result = convolve(window, taps, inputs[i]);",
+                "Raw<X, VEC> result = convolve(window, taps, inputs[i]);"
+                "if (s[i].live) store_early_checkpoints(p, sequence + i, s[i].begin, s[i].end, channel, window);",
+            ),
+        ),
+    ),
+    "an early checkpoint sees the window behind the rows": Mutant(
+        35,
+        (
+            ("if (g.kind == LIVE) store_early_checkpoints(p, g.sequence, g.begin, g.end, channel, window);", "{}"),
+            (
+                "if (plain && begins && row == g.end)",
+                "if (begins) store_early_checkpoints(p, g.sequence, g.begin, g.end, channel, window);"
+                "if (plain && begins && row == g.end)",
+            ),
+        ),
+    ),
+    "an early checkpoint lacks its last token": Mutant(
+        37, (("t < tokens; ++t) {\n      const", "t < tokens - 1; ++t) {\n      const"),)
+    ),
+    "an early checkpoint starts from zeros": Mutant(
+        35, (("Window window = before;", "Window window; clear(window);"),)
+    ),
+    "a late checkpoint is a row late": Mutant(
+        37, (("s.begin + tokens - (WIDTH - 1) + tap", "s.begin + tokens - (WIDTH - 2) + tap"),)
+    ),
+    "no block writes the checkpoint after W-1 tokens": Mutant(
+        38, (("if (!sound || tokens < WIDTH - 1) return;", "if (!sound || tokens <= WIDTH - 1) return;"),)
+    ),
+    "a late checkpoint belongs to the sequence before": Mutant(
+        40, (("p.sequences + 1, checkpoint) - 1;", "p.sequences + 1, checkpoint - 1) - 1;"),)
+    ),
+    "checkpoints of padding are written": Mutant(39, (("if (!s.live) return;", "if (s.fault) return;"),)),
+    "the sentinel of checkpoints is -1 always": Mutant(
+        35, (("const bool padding = slot == p.pad_slot_id;", "const bool padding = slot == -1;"),)
+    ),
+    "a checkpoint slot outside the pool is flagged, and written": Mutant(
+        37, (("return !padding && !fault;", "return !padding && !bad_tokens;"),)
+    ),
+    "the bound of checkpoint slots is off by one": Mutant(
+        41, (("bad_slot = slot < 0 || slot >= p.slot_count", "bad_slot = slot < 0 || slot > p.slot_count"),)
+    ),
+    "a checkpoint of too many tokens is flagged, and written": Mutant(
+        37, (("return !padding && !fault;", "return !padding && !bad_slot;"),)
+    ),
+    "the bound of checkpoint tokens is off by one": Mutant(
+        35, (("tokens > sequence_tokens,", "tokens > sequence_tokens + 1,"),)
+    ),
+    "checkpoint offsets may pass the last one": Mutant(
+        35, (("i < last && i < p.checkpoints; ++i", "i < last; ++i"),), silent=True
+    ),
+    "checkpoint offsets may be negative": Mutant(35, (("first < 0 ? 0 : first", "first"),), silent=True),
+    "the last draft is dropped": Mutant(
+        36, (("tokens = g.end - g.begin < room ?", "tokens = -1 + g.end - g.begin < room ? -1 +"),)
+    ),
+    "drafts are stored past the slot": Mutant(
+        39, (("room = p.positions - (WIDTH - 2)", "room = p.positions - (WIDTH - 3)"),)
+    ),
+    "drafts leave the last W-1 inputs": Mutant(
+        36, (("const bool plain = !SPECULATIVE || !g.drafts;", "const bool plain = true;"),)
+    ),
+    "drafts that spill over their block leave the last W-1 inputs": Mutant(
+        40, (("if (spilled == g.end && !(SPECULATIVE && g.drafts))", "if (spilled == g.end)"),)
+    ),
+    "drafts keep the window from its oldest": Mutant(
+        35,
+        (
+            (
+                "store_position(p, offset, tap - 1, window.past[tap])",
+                "store_position(p, offset, tap - 1, window.past[tap - 1])",
+            ),
+        ),
+    ),
+    "only the lowest bit of a flag counts": Mutant(
+        36, (("p.speculative[sequence] != 0", "(p.speculative[sequence] & 1) != 0"),)
+    ),
+    "drafts that do not fit are not flagged": Mutant(
+        35, (("s.end - s.begin > p.positions - WIDTH + 2)", "s.end - s.begin > p.positions - WIDTH + 3)"),)
+    ),
+    "more rows than fit are flagged without drafts": Mutant(35, (("s.live && has_drafts(p, i) && ", "s.live && "),)),
 }
-SILENT_MUTANT = "rows are copied past the last one"
+SILENT_MUTANTS = tuple(name for name, mutant in MUTANTS.items() if mutant.silent)
 ORDER_MUTANT = "the slot is written by the sequence's last block"
 
 

@@ -30,7 +30,7 @@ if __package__ in (None, ""):  # run as a file
 from benchmarks import environment
 from benchmarks.backward_peers import BackwardPeer, choose_backward_peers
 from benchmarks.peers import PeerAbsent
-from benchmarks.timing import Call, CopyTimer, GraphTimer
+from benchmarks.timing import Call, CopyTimer, GraphTimer, Timer
 from serving_conv.native import cuda
 from serving_conv.native.backward import BackwardBuffers
 from serving_conv.native.config import LaunchConfig, choose_backward
@@ -98,13 +98,13 @@ class Work:
     seq_idx: Tensor | None
 
 
-def make_work(row: Row, calls: int) -> Work:
-    """Random tensors on the GPU."""
+def make_work(row: Row, calls: int, device: torch.device) -> Work:
+    """Random tensors."""
     torch.manual_seed(0)
     shape = (row.batches, row.rows, row.channels)
 
     def streams() -> list[Tensor]:
-        return [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(calls)]
+        return [torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(calls)]
 
     offsets = torch.tensor([0, *row.lengths]).cumsum(0).int()
     numbers = torch.arange(len(row.lengths)).repeat_interleave(torch.tensor(row.lengths, dtype=torch.int64))
@@ -112,10 +112,10 @@ def make_work(row: Row, calls: int) -> Work:
         row=row,
         x=streams(),
         dout=streams(),
-        weight=torch.randn(row.channels, WIDTH, device="cuda").bfloat16(),
-        bias=torch.randn(row.channels, device="cuda").bfloat16(),
-        cu_seqlens=offsets.cuda() if row.lengths else None,
-        seq_idx=numbers.int()[None].contiguous().cuda() if row.lengths else None,
+        weight=torch.randn(row.channels, WIDTH, device=device).bfloat16(),
+        bias=torch.randn(row.channels, device=device).bfloat16(),
+        cu_seqlens=offsets.to(device) if row.lengths else None,
+        seq_idx=numbers.int()[None].contiguous().to(device) if row.lengths else None,
     )
 
 
@@ -189,9 +189,9 @@ def relative_error(got: Tensor, exact: Tensor) -> float:
     return float((got.double() - exact).norm() / exact.norm())
 
 
-def gate(row: Row) -> dict[str, float]:
+def gate(row: Row, device: torch.device) -> dict[str, float]:
     """Relative errors of our forward and of both our backwards, on the first and last channels."""
-    work = make_work(row, 1)
+    work = make_work(row, 1, device)
     errors: dict[str, float] = {}
     out, _ = convolve(work.x[0], work.weight, work.bias, None, work.cu_seqlens, activation="silu", want_final=False)
     for deterministic in (True, False):
@@ -269,7 +269,7 @@ def sweep(row: Row) -> Iterator[LaunchConfig]:
 
 def hash_repeats(row: Row, repeats: int) -> str:
     """One hash over so many deterministic backwards, while another stream keeps the GPU busy."""
-    work = make_work(row, 1)
+    work = make_work(row, 1, torch.device("cuda"))
     busy, noise = torch.cuda.Stream(), torch.randn(1 << 26, device="cuda")  # type: ignore[no-untyped-call]
     found = hashlib.sha256()
     for _ in range(repeats):
@@ -329,7 +329,8 @@ def main(
         raise typer.Exit(2)
     around = environment.describe(commit or None)
     say(f"{around['gpu']}, torch {around['torch']}, commit {around['commit']}")
-    gates = {row.name: gate(row) for row in chosen}
+    device = torch.empty(0, device="cuda").device
+    gates = {row.name: gate(row, device) for row in chosen}
     for name, errors in gates.items():
         say(f"gate {name}: {'green' if passed(errors) else 'RED'}, {errors}")
     if not all(passed(errors) for errors in gates.values()):
@@ -348,14 +349,26 @@ def main(
                 say(f"{row.name}: {repeats} deterministic backwards under load: {found}")
                 write({"what": "backward hash", "row": row.name, "repeats": repeats, "sha256": found})
             return
-        around["clocks"] = environment.record_clocks(torch.device("cuda", 0))
+        around["clocks"] = environment.record_clocks(device)
         timer = GraphTimer(3 if quick else 7)
         copy = CopyTimer(timer, GraphTimer(3))
         absent = load(wanted, folder)
         for name, reason in absent.items():
             say(f"absent: {name}: {reason}")
         for row in chosen:
-            _measure(row, gates[row.name], wanted, absent, timer, copy, around["l2_bytes"], with_sweep, write, say)
+            measure(
+                row,
+                gates[row.name],
+                wanted,
+                absent,
+                device=device,
+                timer=timer,
+                copy=copy,
+                l2_bytes=around["l2_bytes"],
+                with_sweep=with_sweep,
+                write=write,
+                say=say,
+            )
             torch.cuda.empty_cache()
     say(f"done: {out}")
 
@@ -373,22 +386,28 @@ def load(peers: tuple[BackwardPeer, ...], folder: Path) -> dict[str, str]:
     return absent
 
 
-def _measure(
+def measure(
     row: Row,
     errors: dict[str, float],
     peers: tuple[BackwardPeer, ...],
     absent: dict[str, str],
-    timer: GraphTimer,
-    copy: CopyTimer,
+    *,
+    device: torch.device,
+    timer: Timer,
+    copy: CopyTimer | None,
     l2_bytes: int,
     with_sweep: bool,
     write: Callable[[dict[str, Any]], None],
     say: Callable[[str], None],
 ) -> None:
+    """All figures of one row, each written when it is known."""
     calls, nodes = rotation(row, l2_bytes), least_nodes(row)
-    floor, best = copy.time(3 * row.stream_bytes, calls, nodes, torch.device("cuda", 0))
-    torch.cuda.empty_cache()
-    work = make_work(row, calls)
+    floor = best = None
+    if copy is not None:
+        timing, best = copy.time(3 * row.stream_bytes, calls, nodes, device)
+        floor = timing.us
+        torch.cuda.empty_cache()
+    work = make_work(row, calls, device)
     about = {"row": row.name, "batches": row.batches, "rows": row.rows, "channels": row.channels}
 
     def record(what: str, method: str, rotation_of_calls: list[Call], **more: Any) -> None:
@@ -400,13 +419,13 @@ def _measure(
                 "method": method,
                 "us": timing.us,
                 "spread": timing.spread,
-                "copy_us": floor.us,
+                "copy_us": floor,
                 "copy_best_us": best,
-                "ratio": floor.us / timing.us,
+                "ratio": None if floor is None else floor / timing.us,
                 **more,
             }
         )
-        say(f"{row.name}: {what} {method} {timing.us:.1f} us (three streams copied: {floor.us:.1f}) {more}")
+        say(f"{row.name}: {what} {method} {timing.us:.1f} us (three streams copied: {floor}) {more}")
 
     if with_sweep:
         for config in sweep(row):

@@ -17,7 +17,7 @@ from torch import Tensor
 from serving_conv.errors import ContractError
 from serving_conv.settings import SETTINGS
 from serving_conv.training.agreement import agree
-from serving_conv.training.autograd import LIBRARY, filled, register
+from serving_conv.training.autograd import LIBRARY, filled, needs_dispatch, register
 from serving_conv.training.checks import check_convolution, check_global_seq_idx
 from serving_conv.training.determinism import deterministic_reduction
 from serving_conv.training.halo import Neighbours, resolve_group
@@ -73,9 +73,12 @@ def causal_conv1d_cp(
         except ContractError as found:
             error = found
         agree(cp_group, error, x, weight, bias, activation, global_seq_idx, always=SETTINGS.debug)
-    out: Tensor = torch.ops.serving_conv.conv1d_cp_forward(
-        x, weight, bias, global_seq_idx, None if activation is None else "silu", cp_group.group_name
-    )[0]
+    arguments = (x, weight, bias, global_seq_idx, activation and "silu", cp_group.group_name)
+    out: Tensor
+    if needs_dispatch(x):
+        out, _ = torch.ops.serving_conv.conv1d_cp_forward(*arguments)
+    else:
+        out, _ = _CutConvolution.apply(*arguments)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -320,12 +323,28 @@ def _differentiate(ctx: Any, dout: Tensor | None, _dhalo: Tensor | None) -> tupl
         # The neighbours may be waiting: a rank without a gradient still takes part.
         dout = x.new_zeros(()).expand(x.shape)
     wanted = [bool(ctx.needs_input_grad[place]) for place in range(3)]
-    found = torch.ops.serving_conv.conv1d_cp_backward(
-        dout, x, weight, bias, halo, global_seq_idx, ctx.activation, ctx.group, wanted
-    )
+    run = torch.ops.serving_conv.conv1d_cp_backward if needs_dispatch(x) else _backward
+    found = run(dout, x, weight, bias, halo, global_seq_idx, ctx.activation, ctx.group, wanted)
     present = (True, True, bias is not None)
     grads = [g if want and there else None for g, want, there in zip(found, wanted, present, strict=True)]
     return (*grads, None, None, None)
+
+
+class _CutConvolution(torch.autograd.Function):
+    """The eager path: the bodies of both operators, without a dispatcher between."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        """As `_forward`."""
+        output = _forward(*inputs)
+        _setup(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+        """As `_differentiate`."""
+        with torch.no_grad():
+            return _differentiate(ctx, *gradients)
 
 
 register(

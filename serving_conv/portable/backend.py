@@ -100,11 +100,14 @@ def _launch(
     if kernel == "conv_prefill":
         block_rows = 16
         constants |= {"ROWS": block_rows, "CHANNELS": tile}
+        # 16 elements a thread: 86 registers on sm_90; with 32 it is 163, and slots with positions contiguous spill.
+        warps = tile * block_rows // 512
         grid = (tiles, *_split(-(-rows // block_rows)))
     else:
         # With one row a sequence a counted step leaves the same slot as a plain one.
         constants |= {"SPECULATIVE": num_accepted_tokens is not None and cu_seqlens is not None, "CHANNELS": tile}
         grid = (sequences, *_split(tiles))
+        warps = tile // 64  # two elements a thread
     flags = None if has_initial_state is None else has_initial_state.view(torch.uint8)
     tensors = (
         x,
@@ -150,9 +153,9 @@ def _launch(
 
     if x.device.type == "cuda":
         with torch.cuda.device(x.device):
-            getattr(kernels, kernel)[grid](*tensors, *sizes, **constants)
+            getattr(kernels, kernel)[grid](*tensors, *sizes, **constants, num_warps=warps)
     else:
-        getattr(kernels, kernel)[grid](*tensors, *sizes, **constants)
+        getattr(kernels, kernel)[grid](*tensors, *sizes, **constants, num_warps=warps)
     _loaded.add(key)
 
 

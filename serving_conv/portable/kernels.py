@@ -147,14 +147,18 @@ def _convolve_rows(
         if SLOTS and tap < WIDTH - 1:
             old = history & (source < begin)
             position = (source - begin + (WIDTH - 1)).to(tl.int64)
-            at_slot = (slot_start + position * position_stride)[:, None] + (channel.to(tl.int64) * channel_stride)[None, :]
+            at_slot = (slot_start + position * position_stride)[:, None] + (channel.to(tl.int64) * channel_stride)[
+                None, :
+            ]
             value += tl.load(conv_state + at_slot, mask=tile & old[:, None], other=0.0).to(tl.float32)
         taps = tl.load(weight + channel.to(tl.int64) * WIDTH + tap, mask=in_channels, other=0.0).to(tl.float32)
         total = tl.fma(value, tl.broadcast_to(taps[None, :], value.shape), total)
     if SILU:
         total = _silu(total)
     total = tl.where(live[:, None], total, 0.0)
-    tl.store(out + (row.to(tl.int64) * out_row_stride)[:, None] + channel[None, :], total.to(x.dtype.element_ty), mask=tile)
+    tl.store(
+        out + (row.to(tl.int64) * out_row_stride)[:, None] + channel[None, :], total.to(x.dtype.element_ty), mask=tile
+    )
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_UNALIGNED)
@@ -200,8 +204,9 @@ def conv_prefill(
     )  # fmt: skip
     if owned & (begin >= 0) & (begin + (WIDTH - 1) <= row0) & (end >= row1) & (end <= rows):
         _convolve_rows(
-            x, weight, bias, conv_state, out, row, in_rows, begin, tl.zeros([ROWS], tl.int64), row < 0, live & (row >= 0),
-            channel, in_channels, x_row_stride, out_row_stride, channel_stride, position_stride, WIDTH, SILU, False,
+            x, weight, bias, conv_state, out, row, in_rows, begin, tl.zeros([ROWS], tl.int64), row < 0,
+            live & (row >= 0), channel, in_channels, x_row_stride, out_row_stride, channel_stride, position_stride,
+            WIDTH, SILU, False,
         )  # fmt: skip
         return
 

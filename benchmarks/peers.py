@@ -28,8 +28,9 @@ if __package__ in (None, ""):  # run as a file
 from benchmarks.rows import WIDTH, Row, Work
 from benchmarks.timing import Call
 from serving_conv import causal_conv1d_fn, causal_conv1d_update, prefill_workspace_size
+from serving_conv.portable.backend import TritonBackend
 
-__all__ = ["PEERS", "Ours", "Peer", "PeerAbsent", "choose_peers"]
+__all__ = ["PEERS", "Ours", "OursTriton", "Peer", "PeerAbsent", "choose_peers"]
 
 
 class PeerAbsent(Exception):
@@ -120,6 +121,54 @@ class Ours(_Peer):
             )
 
         make = prefill if row.kind == "prefill" else update
+        return [make(i) for i in range(work.calls)]
+
+
+class OursTriton(_Peer):
+    """This repository's Triton backend, called behind the checks that the public entries make."""
+
+    name = "serving_conv_triton"
+
+    def refuses(self, row: Row) -> str | None:
+        """See `Peer`."""
+        return None if importlib.util.find_spec("triton") else "triton is not installed"
+
+    def calls(self, work: Work) -> list[Call]:
+        """See `Peer`."""
+        row, backend = work.row, TritonBackend()
+
+        def make(i: int) -> Call:
+            shared: dict[str, Any] = {
+                "x": work.x[i],
+                "weight": work.weight[i],
+                "conv_state": work.state,
+                "bias": work.bias[i],
+                "activation": "silu",
+                "num_accepted_tokens": work.accepted,
+                "out": work.out[i],
+                "pad_slot_id": -1,
+            }
+
+            def call() -> Tensor:
+                if row.kind == "prefill":
+                    backend.prefill(
+                        **shared,
+                        cu_seqlens=work.cu_seqlens,
+                        cache_indices=work.slots[i],
+                        has_initial_state=work.has_initial_state,
+                        workspace=None,
+                    )
+                else:
+                    backend.update(
+                        **shared,
+                        cu_seqlens=work.cu_seqlens if row.kind == "speculative" else None,
+                        state_indices=work.slots[i],
+                        has_initial_state=None,
+                    )
+                return work.out[i]
+
+            return call
+
         return [make(i) for i in range(work.calls)]
 
 
@@ -646,6 +695,7 @@ def _add_site(folder: Path) -> None:
 
 
 PEERS: tuple[Peer, ...] = (
+    OursTriton(),
     Vllm(dependent_launch=True),
     Vllm(dependent_launch=False),
     FlashInfer(),

@@ -16,10 +16,12 @@ __all__ = ["best_peer", "markdown", "plot", "read_lines", "table"]
 
 Line = dict[str, Any]
 OURS = "serving_conv"
+OWN = (OURS, "serving_conv_triton")  # neither is a peer of the other
 FOREIGN = "after a foreign kernel"
 # Ours is the one saturated colour; shapes tell the peers apart without colour too.
 _MARKS = {
     OURS: ("o", "#c1121f"),
+    "serving_conv_triton": ("h", "#d98880"),
     "vLLM": ("s", "#5b8db8"),
     "vLLM, no PDL": ("D", "#8ab0cf"),
     "FlashInfer": ("^", "#5f8f5a"),
@@ -70,7 +72,7 @@ def _figure(lines: Sequence[Line], row: str, method: str) -> Line | None:
 
 def best_peer(lines: Sequence[Line], row: str) -> Line | None:
     """The fastest peer's line of a row."""
-    timed = [line for line in lines if line["row"] == row and line["method"] != OURS and line.get("us") is not None]
+    timed = [line for line in lines if line["row"] == row and line["method"] not in OWN and line.get("us") is not None]
     return min(timed, key=lambda line: float(line["us"]), default=None)
 
 

@@ -16,6 +16,7 @@ from serving_conv import reference
 from serving_conv.errors import BackendError
 from serving_conv.native.cuda import CudaBackend
 from serving_conv.native.host import HostBackend
+from serving_conv.portable.backend import TritonBackend
 from serving_conv.settings import SETTINGS
 
 __all__ = ["Backend", "backend_for", "choose_backend"]
@@ -203,7 +204,7 @@ def _store(result: reference.Result, out: Tensor) -> None:
 
 
 # In order of preference; the first that supports the device serves it.
-_BACKENDS: tuple[Backend, ...] = (CudaBackend(), HostBackend(), ReferenceBackend())
+_BACKENDS: tuple[Backend, ...] = (CudaBackend(), TritonBackend(), HostBackend(), ReferenceBackend())
 _chosen: dict[torch.device, Backend] = {}
 
 

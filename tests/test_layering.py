@@ -20,7 +20,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("settings", "contract"),
     ("signatures", "checks", "faults"),
-    ("reference", "native"),
+    ("reference", "native", "portable"),
     ("backends",),
     ("ops", "warmup"),
     ("pool",),

@@ -40,7 +40,7 @@ class CudaBackend:
     name = "cuda"
 
     def supports(self, device: torch.device) -> bool:
-        """CUDA tensors of an NVIDIA GPU, with cuda-python installed."""
+        """CUDA tensors of an NVIDIA GPU, with cuda-python installed and NVRTC there."""
         return (
             device.type == "cuda"
             and torch.version.cuda is not None
@@ -75,9 +75,12 @@ def _bindings_available() -> bool:
     try:
         import cuda.bindings.driver
         import cuda.core  # noqa: F401
-    except ImportError:
+        from cuda.bindings import nvrtc
+
+        status = nvrtc.nvrtcVersion()[0]  # loads the library
+    except (ImportError, RuntimeError):
         return False
-    return True
+    return int(status) == 0
 
 
 @cache

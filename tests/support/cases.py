@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 import torch
 from support.bounds import assert_within
 from support.loop import Expected, expect
@@ -19,6 +20,7 @@ from torch import Tensor
 
 import serving_conv
 from serving_conv.contract import FLOAT_TYPES, MAX_WIDTH, MIN_WIDTH, TensorArgument
+from serving_conv.settings import SETTINGS
 
 __all__ = [
     "CHANNELS",
@@ -209,6 +211,12 @@ class Outcome:
 
 def play(case: Case, device: torch.device, poison: str = "nan", seed: int = 0) -> Outcome:
     """Play a row in guarded memory; check output, pool, and every byte that the call does not own."""
+    if (
+        device.type == "cpu"
+        and SETTINGS.backend == "triton"
+        and "bfloat16" in (case.x, case.weight, case.state, case.bias)
+    ):
+        pytest.skip("Triton's interpreter computes bfloat16 wrongly; a GPU runs this row")
     generator = torch.Generator().manual_seed(seed)
     dtype = {n: getattr(torch, t) for n, t in (("x", case.x), ("weight", case.weight), ("state", case.state))}
     width, channels, sequences = case.width, case.channels, len(case.lengths)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from serving_conv.errors import CaptureError
+from serving_conv.errors import BackendError, CaptureError
 from serving_conv.faults import fault_flag
 from serving_conv.settings import SETTINGS
 
@@ -40,6 +40,32 @@ class TritonBackend:
     def update(self, *, x: Tensor, state_indices: Tensor, **arguments: Any) -> None:
         """`causal_conv1d_update`."""
         _launch("conv_update", x=x, slots=state_indices, **arguments)
+
+    def step(
+        self,
+        *,
+        x: Tensor,
+        cache_indices: Tensor,
+        speculative: Tensor | None,
+        checkpoint_offsets: Tensor | None,
+        checkpoint_tokens: Tensor | None,
+        checkpoint_slots: Tensor | None,
+        **arguments: Any,
+    ) -> None:
+        """`causal_conv1d_step` without drafts and checkpoints, which is prefill.
+
+        Raises:
+            BackendError: drafts or checkpoints are given; these kernels have neither.
+        """
+        for name, given in (("speculative", speculative), ("checkpoint_tokens", checkpoint_tokens)):
+            if given is not None:
+                raise BackendError(
+                    name,
+                    got="a step with it, on the triton backend",
+                    wanted="None",
+                    remedy="call causal_conv1d_fn and causal_conv1d_update apart, and copy checkpoints with the pool",
+                )
+        _launch("conv_prefill", x=x, slots=cache_indices, **arguments)
 
 
 @cache

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.process import python
 
 from serving_conv import backends
 from serving_conv.native.cuda import CudaBackend
@@ -46,6 +47,34 @@ def test_conformance(file: str, chosen: str, least: int) -> None:
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed
     assert int(passed[1]) >= least, done.stdout[-2000:]
+
+
+STEP = """
+import pytest, torch
+import serving_conv
+from serving_conv import BackendError
+from support.calls import call, valid
+from serving_conv.contract import PREFILL, STEP
+
+given = valid(STEP, torch.device("cpu"))
+for name in ("speculative", "checkpoint_tokens"):
+    arguments = dict(given)
+    if name == "checkpoint_tokens":
+        arguments["speculative"] = None
+    with pytest.raises(BackendError, match=name):
+        call(STEP, arguments)
+plain = {**given, **dict.fromkeys(("speculative", "checkpoint_offsets", "checkpoint_tokens", "checkpoint_slots"))}
+pool = plain["conv_state"].clone()
+out = call(STEP, plain).clone()
+fn = {name: plain[name] for name in plain if not name.startswith(("speculative", "checkpoint"))}
+assert torch.equal(call(PREFILL, {**fn, "conv_state": pool}), out)
+assert torch.equal(pool, plain["conv_state"])
+"""
+
+
+def test_a_step_without_drafts_and_checkpoints() -> None:
+    result = python(STEP, TRITON_INTERPRET="1", SERVING_CONV_BACKEND="triton")
+    assert result.returncode == 0, result.stderr
 
 
 def test_serves_where_the_cuda_backend_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,21 +14,39 @@ DEVICE bool is_checkpoint(const Parameters &p, int checkpoint, int sequence_toke
   return !padding && !fault;
 }
 
-DEVICE void store_early_checkpoints(const Parameters &p, int sequence, int begin, int end, i64 channel,
-                                    const Window &before) {
+// Those of a sequence after fewer than W-1 tokens. They are few, so each reads the old window for itself.
+DEVICE void store_early_checkpoints(const Parameters &p, int sequence, i64 channel) {
   const int first = p.checkpoint_offsets[sequence], last = p.checkpoint_offsets[sequence + 1];
+  if (first >= last) return;
+  const Sequence s = read_sequence(p, sequence, false);
+  if (!s.live) return;
   NO_UNROLL for (int i = first < 0 ? 0 : first; i < last && i < p.checkpoints; ++i) {
     int tokens, slot, fault;
-    if (!is_checkpoint(p, i, end - begin, tokens, slot, fault) || tokens >= WIDTH - 1) continue;
-    Window window = before;
+    if (!is_checkpoint(p, i, s.end - s.begin, tokens, slot, fault) || tokens >= WIDTH - 1) continue;
+    Window window;
+    clear(window);
+    if (s.has_history) {
+      SlotWindow fetched;
+      fetch_window(p, s.slot, channel, s.window_start, fetched);
+      unpack_window(p, channel, fetched, s.window_start, window);
+    }
     NO_UNROLL for (int t = 0; t < tokens; ++t) {
-      const Raw<X, VEC> raw = load_row(p, begin + t, channel);
+      const Raw<X, VEC> raw = load_row(p, s.begin + t, channel);
       float input[VEC];
       UNROLL for (int i = 0; i < VEC; ++i) input[i] = element(raw, i);
       push(window, input);
     }
     store_window(p, slot, channel, window);
   }
+}
+
+// Those of all sequences whose first row is a block's, before the block computes: a second window held through its
+// work would cost registers in every step. `sequence` owns the first row, or is -1.
+DEVICE void store_early_checkpoints_of_rows(const Parameters &p, int sequence, int row0, int row1, i64 channel) {
+  const int named = p.checkpoint_offsets[p.sequences];  // none are left behind it: the end of a padded step is skipped
+  for (int i = sequence < 0 ? 0 : sequence;
+       i < p.sequences && p.cu_seqlens[i] < row1 && p.checkpoint_offsets[i] < named; ++i)
+    if (p.cu_seqlens[i] >= row0) store_early_checkpoints(p, i, channel);
 }
 
 // One checkpoint after W-1 tokens or more; `report`: leave its fault too, whatever its count.

@@ -157,8 +157,6 @@ DEVICE void compute_segments(const Parameters &p, const Taps &taps, const Tile &
     if (begins) {
       clear(window);
       if (g.has_history) unpack_window(p, channel, fetched, g.window_start, window);
-      if constexpr (CHECKPOINTS)
-        if (g.kind == LIVE) store_early_checkpoints(p, g.sequence, g.begin, g.end, channel, window);
       if constexpr (SPECULATIVE)
         if (g.drafts) {
           store_window_before_drafts(p, g, channel, window);
@@ -270,6 +268,7 @@ KERNEL(THREADS, MIN_BLOCKS) conv_prefill(PARAMETER Parameters p) {
     compute_inside(taps, tile, window, live);
     return;
   }
+  if constexpr (CHECKPOINTS) store_early_checkpoints_of_rows(p, sequence, tile.row0, tile.row1, tile.channel);
   wait_for_copies_but(0);
   if (singles) compute_singles(p, taps, tile, sequence);
   else compute_segments(p, taps, tile, window, sequence);

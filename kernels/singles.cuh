@@ -17,8 +17,6 @@ DEVICE void convolve_singles(const Parameters &p, const Taps &taps, i64 channel,
       Window window;
       clear(window);
       if (s[i].live && s[i].has_history) unpack_window(p, channel, fetched[i], s[i].window_start, window);
-      if constexpr (CHECKPOINTS)
-        if (s[i].live) store_early_checkpoints(p, sequence + i, s[i].begin, s[i].end, channel, window);
       Raw<X, VEC> result = convolve(window, taps, inputs[i]);
       if (s[i].live) store_window(p, s[i].slot, channel, window);
       UNROLL for (u32 &word : result.words) word = s[i].live ? word : 0;

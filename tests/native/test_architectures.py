@@ -77,8 +77,12 @@ def test_main_variants_are_what_engines_run() -> None:
         of_kind = [v for v in full if (v.width, v.state_layout, v.kernel) == (width, layout, kernel)]
         assert {v.vec > 1 for v in of_kind} == {False, True}, (width, layout, kernel)
     for x, weight in (("bfloat16",) * 2, ("bfloat16", "float32"), ("float16",) * 2, ("float32",) * 2):
-        of_types = [v for v in full if (v.x, v.weight, v.width) == (x, weight, 4) and v.kernel != "sum_partials"]
-        assert {(v.packed, v.speculative) for v in of_types} == {(False, False), (True, False), (True, True)}
+        of_types = [v for v in full if (v.x, v.weight, v.width) == (x, weight, 4)]
+        updates = {(v.packed, v.speculative) for v in of_types if v.kernel == "conv_update"}
+        assert updates == {(False, False), (True, False), (True, True)}
+    for architecture, layout in itertools.product(ARCHITECTURES, (0, 1, 2)):
+        steps = [v for v in main_variants(architecture) if v.kernel == "conv_prefill" and v.state_layout == layout]
+        assert {(v.speculative, v.checkpoints) for v in steps} == {(False, False), (False, True), (True, True)}
     for architecture in ARCHITECTURES:
         assert {v.kernel for v in main_variants(architecture)} == {
             "conv_prefill",

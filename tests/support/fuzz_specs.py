@@ -159,33 +159,26 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "rows are copied past the last one": Mutant(0, (("if (r < tile.row1 - tile.row0)", "if (true)"),), silent=True),
     # Of the step.
-    "an early checkpoint of one token sees the window behind it": Mutant(
+    "early checkpoints see the windows behind the rows": Mutant(
         35,
         (
-            ("if (s[i].live) store_early_checkpoints(p, sequence + i, s[i].begin, s[i].end, channel, window);", "{}"),
             (
-                "Raw<X, VEC> result = convolve(window, taps, inputs[i]);",
-                "Raw<X, VEC> result = convolve(window, taps, inputs[i]);"
-                "if (s[i].live) store_early_checkpoints(p, sequence + i, s[i].begin, s[i].end, channel, window);",
+                "if constexpr (CHECKPOINTS) store_early_checkpoints_of_rows",
+                "if constexpr (false) store_early_checkpoints_of_rows",
+            ),
+            (
+                "else compute_segments(p, taps, tile, window, sequence);",
+                "else compute_segments(p, taps, tile, window, sequence);"
+                "store_early_checkpoints_of_rows(p, sequence, tile.row0, tile.row1, tile.channel);",
             ),
         ),
     ),
-    "an early checkpoint sees the window behind the rows": Mutant(
-        35,
-        (
-            ("if (g.kind == LIVE) store_early_checkpoints(p, g.sequence, g.begin, g.end, channel, window);", "{}"),
-            (
-                "if (plain && begins && row == g.end)",
-                "if (begins) store_early_checkpoints(p, g.sequence, g.begin, g.end, channel, window);"
-                "if (plain && begins && row == g.end)",
-            ),
-        ),
-    ),
+    "a later block writes early checkpoints too": Mutant(35, (("if (p.cu_seqlens[i] >= row0) store", "store"),)),
     "an early checkpoint lacks its last token": Mutant(
         37, (("t < tokens; ++t) {\n      const", "t < tokens - 1; ++t) {\n      const"),)
     ),
     "an early checkpoint starts from zeros": Mutant(
-        35, (("Window window = before;", "Window window; clear(window);"),)
+        35, (("if (s.has_history) {\n      SlotWindow", "if (false) {\n      SlotWindow"),)
     ),
     "a late checkpoint is a row late": Mutant(
         37, (("s.begin + tokens - (WIDTH - 1) + tap", "s.begin + tokens - (WIDTH - 2) + tap"),)
@@ -196,7 +189,9 @@ MUTANTS: dict[str, Mutant] = {
     "a late checkpoint belongs to the sequence before": Mutant(
         40, (("p.sequences + 1, checkpoint) - 1;", "p.sequences + 1, checkpoint - 1) - 1;"),)
     ),
-    "checkpoints of padding are written": Mutant(39, (("if (!s.live) return;", "if (s.fault) return;"),)),
+    "checkpoints of padding are written": Mutant(
+        39, (("if (!s.live) return;\n  int tokens", "if (s.fault) return;\n  int tokens"),)
+    ),
     "the sentinel of checkpoints is -1 always": Mutant(
         35, (("const bool padding = slot == p.pad_slot_id;", "const bool padding = slot == -1;"),)
     ),

@@ -83,6 +83,8 @@ def variant_name(variant: AnyVariant) -> str:
         kind += f" {'speculative' if variant.speculative else 'rows'} ahead={variant.ahead}"
     elif variant.sequences:
         kind += f" sequences={variant.sequences}"
+    else:
+        kind += " drafts" * variant.speculative + " checkpoints" * variant.checkpoints
     layout = ("channels", f"positions={variant.positions}", "strided")[variant.state_layout]
     return (
         f"{kind} {layout} x={_SHORT[variant.x]} weight={_SHORT[variant.weight]} width={variant.width} "
@@ -117,7 +119,7 @@ def _calls(
     drafts: Sequence[int],
     capability: int,
 ) -> Iterator[Launch | None]:
-    """The calls of engines: long and short prefill, decode of few, some and many, rows, and speculative steps."""
+    """The calls of engines: long and short prefill, mixed steps, decode of few and many, rows, speculative steps."""
 
     def int32(size: int) -> Tensor:
         return _meta((size,), torch.int32)
@@ -129,7 +131,19 @@ def _calls(
         counted = draft_tokens > 0
         # Longer slots change a kernel without counts only where it holds a slot whole.
         longer_slot_only = counted and layout != "positions"
-        for rows in () if longer_slot_only else (64, 65536):
+        drafts_of_step = {"speculative": _meta((8,), torch.bool)} if counted else {}
+        checkpoints = {
+            "checkpoint_offsets": int32(9),
+            "checkpoint_tokens": int32(8),
+            "checkpoint_slots": int32(8),
+        }
+        of_step: list[dict[str, Tensor]] = []
+        # Mixed steps of the usual types, where a thread owns several channels; drafts alone hold less.
+        if x_type == weight_type == _BF16 and channels == 8192:
+            of_step.append({**drafts_of_step, **checkpoints})
+        if not longer_slot_only:
+            of_step.append({})
+        for rows, arguments in itertools.product((64, 65536), of_step):
             x = _meta((rows, channels), x_type)
             yield prepare_prefill(
                 x,
@@ -143,6 +157,7 @@ def _calls(
                 none,
                 x,
                 -1,
+                **arguments,
                 fault_flag=flag,
                 multiprocessors=_MULTIPROCESSORS,
                 capability=capability,

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 __all__ = ["RankError", "Ranks"]
 
-PATIENCE = 120.0  # seconds for one function on all ranks
+PATIENCE = 400.0  # seconds for one function on all ranks, on a machine that is busy
 
 
 class RankError(Exception):
@@ -55,7 +55,7 @@ class Ranks:
         **environment: set in each process before anything is imported.
     """
 
-    def __init__(self, size: int, timeout: float = 60.0, **environment: str) -> None:
+    def __init__(self, size: int, timeout: float = 300.0, **environment: str) -> None:
         context = multiprocessing.get_context("spawn")
         self.size = size
         self._file = tempfile.mktemp(prefix="ranks-")

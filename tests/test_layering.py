@@ -19,7 +19,7 @@ PACKAGE = ROOT / "serving_conv"
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("settings", "contract"),
-    ("signatures", "checks", "faults"),
+    ("signatures", "checks", "faults", "engine_report"),
     ("reference", "native"),
     ("backends",),
     ("ops", "warmup"),

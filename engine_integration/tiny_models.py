@@ -138,12 +138,14 @@ MODELS: dict[str, Callable[[Any, dict[str, int]], Any]] = {
 }
 
 
-def make_model(name: str, folder: Path) -> Path:
+def make_model(name: str, folder: Path, *, mixing: float = 1.0) -> Path:
     """Write a model's configuration, weights and tokenizer; a folder that holds them already is left alone.
 
     Args:
         name: one of `MODELS`.
         folder: where to write.
+        mixing: scale of what each layer adds; small values make the next token depend on the last one most, so that
+            sequences fall into cycles and n-gram drafts are accepted.
 
     Returns:
         The folder.
@@ -162,7 +164,8 @@ def make_model(name: str, folder: Path) -> Path:
                 weight.normal_(0, 0.5 if weight.dim() == 3 else 0.2)
             elif weight.dim() >= 2 and "A_log" not in key:
                 # Large embeddings, so that the most likely token depends on all that came before.
-                weight.normal_(0, 1.0 if "embed" in key else 1.5 / weight.shape[-1] ** 0.5)
+                scale = mixing if "out_proj" in key or "o_proj" in key or "output_linear" in key else 1.0
+                weight.normal_(0, 1.0 if "embed" in key else scale * 1.5 / weight.shape[-1] ** 0.5)
     model.to(torch.bfloat16).save_pretrained(folder)
     _write_tokenizer(folder)
     return folder

@@ -50,7 +50,6 @@ def register() -> None:
 def _register() -> None:
     public = importlib.import_module(f"{_OPS}.causal_conv1d")
     if hasattr(public.causal_conv1d_fn, "serving_conv_original"):
-        COUNTERS.tell_at_exit()  # a forked process has counts of its own
         return
     from vllm.platforms import current_platform
 
@@ -62,10 +61,9 @@ def _register() -> None:
     _replace(public, "causal_conv1d_update", update_adapter)
     if prefill:
         _replace(importlib.import_module(_METADATA), "compute_causal_conv1d_metadata", _deferred)
-    _hook_warmup()
+    _hook_worker()
     COUNTERS.engine = f"vLLM {_version()}"
     COUNTERS.backend = _backend_name(on_cpu)
-    COUNTERS.tell_at_exit()
     logger.debug(_start_line())
 
 
@@ -146,8 +144,8 @@ def _deferred(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     return deferred_metadata(original)
 
 
-def _hook_warmup() -> None:
-    """Load kernels once a worker's state tensors exist: before capture, before the first request."""
+def _hook_worker() -> None:
+    """Load kernels once a worker's state tensors exist, before any capture or request; report when it ends."""
     try:
         base = importlib.import_module("vllm.v1.worker.worker_base").WorkerWrapperBase
         original = base.initialize_from_config
@@ -162,6 +160,7 @@ def _hook_warmup() -> None:
         # Said here and not in register: vLLM 0.32 sets its logging up after it has called the plugins, and of an
         # engine's processes only the workers run layers.
         logger.info(_start_line())
+        COUNTERS.start()
         try:
             load_kernels(self.vllm_config)
         except Exception:
@@ -170,6 +169,14 @@ def _hook_warmup() -> None:
 
     initialize_from_config.serving_conv_original = original  # type: ignore[attr-defined]
     base.initialize_from_config = initialize_from_config
+    end = getattr(base, "shutdown", None)
+    if end is not None:
+
+        def shutdown(self: Any) -> Any:
+            COUNTERS.tell()
+            return end(self)
+
+        base.shutdown = shutdown
 
 
 def _version() -> str:

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from serving_conv.backends import choose_backend
 from serving_conv.contract import MAX_WIDTH, MIN_WIDTH
 from serving_conv.engine_report import COUNTERS
-from serving_conv.ops import causal_conv1d_fn, causal_conv1d_update
-from serving_conv.warmup import warmup
+from serving_conv.native import host
+from serving_conv.warmup import model_variants, warmup
 
 __all__ = ["Convolution", "find_convolutions", "load_kernels"]
 
@@ -102,50 +103,32 @@ def _convolution(
 
 
 def load_kernels(vllm_config: Any) -> int:
-    """Load what the model's convolutions can run.
+    """Load what the model's convolutions can run, whatever the number of tokens and sequences.
 
     Returns:
-        The number of kernels loaded; on a CPU, of calls that made the compiler run.
+        The number of kernels loaded; 0 where the backend has none.
     """
     started = time.perf_counter()
     loaded = 0
     for convolution in find_convolutions(vllm_config):
-        if convolution.device.type == "cuda":
-            loaded += warmup(
-                convolution.channels,
-                width=convolution.width,
-                dtype=convolution.dtype,
-                weight_dtype=convolution.weight_dtype,
-                state_dtype=convolution.state_dtype,
-                bias=convolution.bias,
-                activation=convolution.activation,
-                layout="channels" if convolution.channels_contiguous else "positions",
-                draft_tokens=convolution.positions - (convolution.width - 1),
-                device=convolution.device,
-            )
-        elif convolution.device.type == "cpu":
-            loaded += _call_once(convolution)
+        traits: dict[str, Any] = {
+            "width": convolution.width,
+            "dtype": convolution.dtype,
+            "weight_dtype": convolution.weight_dtype,
+            "state_dtype": convolution.state_dtype,
+            "bias": convolution.bias,
+            "activation": convolution.activation,
+            "layout": "channels" if convolution.channels_contiguous else "positions",
+            "draft_tokens": convolution.positions - (convolution.width - 1),
+        }
+        backend = choose_backend(convolution.device).name
+        if backend == "cuda":
+            loaded += warmup(convolution.channels, **traits, device=convolution.device)
+        elif backend == "host":
+            for variant in model_variants(convolution.channels, **traits, multiprocessors=host.MULTIPROCESSORS):
+                host.load_variant(variant)
+                loaded += 1
     if loaded:
         COUNTERS.kernels_loaded += loaded
         logger.info("serving_conv: %d kernels ready in %.1f s", loaded, time.perf_counter() - started)
     return loaded
-
-
-def _call_once(convolution: Convolution) -> int:
-    """Run each entry on one padding sequence: compiles on a CPU what the model's calls run."""
-    c, device = convolution.channels, convolution.device
-    x = torch.zeros(1, c, dtype=convolution.dtype, device=device)
-    weight = torch.zeros(c, convolution.width, dtype=convolution.weight_dtype, device=device)
-    bias = torch.zeros(c, dtype=convolution.weight_dtype, device=device) if convolution.bias else None
-    pool = torch.zeros(1, convolution.positions, c, dtype=convolution.state_dtype, device=device).transpose(1, 2)
-    if not convolution.channels_contiguous:
-        pool = pool.contiguous()
-    offsets = torch.tensor([0, 1], dtype=torch.int32, device=device)
-    slot, one = torch.zeros(1, dtype=torch.int32, device=device), torch.ones(1, dtype=torch.int32, device=device)
-    options: dict[str, Any] = {"bias": bias, "activation": convolution.activation, "pad_slot_id": 0}
-    causal_conv1d_fn(x, weight, pool, offsets, slot, **options)
-    causal_conv1d_update(x, weight, pool, slot, **options)
-    if convolution.positions < convolution.width:
-        return 2
-    causal_conv1d_update(x, weight, pool, slot, cu_seqlens=offsets, num_accepted_tokens=one, **options)
-    return 3

@@ -9,8 +9,9 @@ from __future__ import annotations
 import atexit
 import json
 import logging
-import multiprocessing.util
 import os
+import threading
+import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -79,7 +80,7 @@ class EngineReport:
 
 
 class Counters:
-    """The process's counts; one per process, told to the log and to `SERVING_CONV_REPORT` when the process ends."""
+    """The process's counts; one per process, told to the log when the process ends."""
 
     def __init__(self) -> None:
         self.engine: str | None = None
@@ -89,6 +90,7 @@ class Counters:
         self.kernels_loaded = 0
         self.logger = logging.getLogger("serving_conv")
         self._owner: int | None = None
+        self._told: int | None = None
 
     def function(self, name: str) -> FunctionReport:
         """The counts of one function, made on first use."""
@@ -106,38 +108,50 @@ class Counters:
         functions = {name: FunctionReport(f.calls, dict(f.fallbacks)) for name, f in self.functions.items()}
         return EngineReport(self.engine, self.backend, functions, dict(self.kept), self.kernels_loaded, os.getpid())
 
-    def tell_at_exit(self) -> None:
-        """Log and write the report when this process ends; a forked child starts its counts anew."""
+    def start(self) -> None:
+        """Count for this process from now on; a forked child's counts start anew. Idempotent.
+
+        With `SERVING_CONV_REPORT` the counts are written twice a second, since engines end their workers in ways
+        that skip every exit handler.
+        """
         if self._owner == os.getpid():
             return
         if self._owner is not None:
             for function in self.functions.values():
                 function.calls = 0
                 function.fallbacks.clear()
-        else:
-            os.register_at_fork(after_in_child=self.tell_at_exit)
         self._owner = os.getpid()
-        # Processes of multiprocessing skip atexit; its own finalizers run in them, and in the parent too.
-        if multiprocessing.parent_process() is None:
-            atexit.register(self._tell, self._owner)
-        else:
-            multiprocessing.util.Finalize(self, self._tell, args=(self._owner,), exitpriority=100)
+        atexit.register(self.tell)
+        if SETTINGS.report_directory is not None:
+            threading.Thread(target=self._keep_writing, args=(SETTINGS.report_directory,), daemon=True).start()
 
-    def _tell(self, owner: int) -> None:
-        if owner != os.getpid():
-            return
+    def tell(self) -> None:
+        """Log the counts, once; for the end of the process."""
+        if self._owner != os.getpid() or self._told == self._owner:
+            return  # told already, or a fork that runs no layers
+        self._told = self._owner
         report = self.report()
-        if report.calls or report.fallbacks:
-            self.logger.info("%s", report.sentence())
+        self.logger.info("%s", report.sentence())
         if SETTINGS.report_directory is not None:
             write_report(report, SETTINGS.report_directory)
+
+    def _keep_writing(self, folder: Path) -> None:
+        written = None
+        while True:
+            report = self.report()
+            if report != written:
+                write_report(report, folder)
+                written = report
+            time.sleep(0.5)
 
 
 def write_report(report: EngineReport, folder: Path) -> None:
     """Write one process's report as `PID.json`; a folder that cannot be written is logged, never raised."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{report.process}.json").write_text(report.to_json() + "\n", encoding="utf-8")
+        scratch = folder / f".{report.process}"
+        scratch.write_text(report.to_json() + "\n", encoding="utf-8")
+        scratch.replace(folder / f"{report.process}.json")  # at once, since a reader may be looking
     except OSError as error:
         logging.getLogger("serving_conv").warning("serving_conv: no report in %s: %s", folder, error)
 
@@ -148,7 +162,7 @@ COUNTERS = Counters()
 def engine_report() -> EngineReport:
     """What the engine integration did in this process: calls, fallbacks and their reasons.
 
-    An engine that runs its model in processes of its own has one report in each; `SERVING_CONV_REPORT` collects
-    them in a folder when the processes end.
+    An engine that runs its model in processes of its own has one report in each; `SERVING_CONV_REPORT` names a folder
+    that collects them.
     """
     return COUNTERS.report()

@@ -6,7 +6,7 @@
 | `SERVING_CONV_DEBUG` | `1` / `0` | check device values on the host: one synchronisation a call |
 | `SERVING_CONV_CACHE` | a folder | keeps compiled kernels; unset: `serving_conv` in the user's cache folder |
 | `SERVING_CONV_VLLM` | `1` / `0` | 0: the vLLM plugin replaces nothing |
-| `SERVING_CONV_REPORT` | a folder | each engine process leaves its counts there as JSON when it ends |
+| `SERVING_CONV_REPORT` | a folder | each engine worker keeps its counts there as JSON |
 | `SERVING_CONV_HOST_FLAGS` | g++ flags | added when the `host` backend compiles, e.g. `-fsanitize=address` |
 """
 

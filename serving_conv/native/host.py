@@ -25,10 +25,10 @@ from serving_conv.native.call import Launch, prepare_prefill, prepare_update
 from serving_conv.native.variant import Variant, source
 from serving_conv.settings import SETTINGS
 
-__all__ = ["HostBackend"]
+__all__ = ["MULTIPROCESSORS", "HostBackend", "load_variant"]
 
 _FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-ffp-contract=off", "-w")
-_MULTIPROCESSORS = 4  # of the machine that the launch choice imagines; both of its branches are then common
+MULTIPROCESSORS = 4  # of the machine that the launch choice imagines; both of its branches are then common
 
 
 class HostBackend:
@@ -43,7 +43,7 @@ class HostBackend:
     def prefill(self, *, x: Tensor, workspace: Tensor | None, **arguments: Any) -> None:
         """`causal_conv1d_fn`; the kernel needs no scratch."""
         flag = fault_flag(x.device)
-        _run(prepare_prefill(x, **arguments, fault_flag=flag, multiprocessors=_MULTIPROCESSORS))
+        _run(prepare_prefill(x, **arguments, fault_flag=flag, multiprocessors=MULTIPROCESSORS))
 
     def update(self, *, x: Tensor, **arguments: Any) -> None:
         """`causal_conv1d_update`."""
@@ -54,6 +54,11 @@ def _run(launch: Launch | None, *, reverse: bool = False) -> None:
     if launch is not None:
         function = _load(launch.variant)
         function(ctypes.c_char_p(launch.parameters), *launch.grid, int(reverse))
+
+
+def load_variant(variant: Variant) -> None:
+    """Compile and load one kernel ahead of its first call."""
+    _load(variant)
 
 
 @cache

@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -46,13 +47,15 @@ def jobs(models: Path) -> list[dict[str, Any]]:
         if model != "granite" or suffix
     ]
     return [
-        job("granite", "granite", prompts={"together": TOGETHER, "motifs": MOTIFS}, tokens=48),
+        job("granite", "granite"),
+        job("repeats", "repeats", prompts={"motifs": MOTIFS}, tokens=48),
+        job("repeats faulty", "repeats", prompts={"motifs": MOTIFS}, tokens=48, fault=True),
         *plain,
         job("granite faulty", "granite", fault=True),
         job("granite reference", "granite", environment={"SERVING_CONV_BACKEND": "reference"}),
         job(
-            "granite speculative",
-            "granite",
+            "repeats speculative",
+            "repeats",
             prompts={"motifs": MOTIFS},
             tokens=48,
             speculative_state=True,
@@ -72,6 +75,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     for name in (*FLOAT32, "qwen3-next"):
         make_model(name, folder / name)
+    make_model("granite", folder / "repeats", mixing=0.3)
     return folder
 
 
@@ -128,24 +132,26 @@ def test_a_wrong_operator_changes_the_tokens(results: dict[str, Any]) -> None:
 
 def test_speculation_gives_the_plain_tokens(results: dict[str, Any]) -> None:
     # vLLM's CPU build ignores the accepted counts; with its state update put right, ours makes the tokens right.
-    speculative = sound(results, "granite speculative")
+    speculative = sound(results, "repeats speculative")
     assert speculative["seen"]["speculative updates"] > 0
     assert speculative["seen"]["highest accepted count"] > 1, "no draft was accepted: the test sees nothing"
     assert not speculative["fallbacks"]
-    assert speculative["tokens"]["motifs"] == sound(results, "granite")["tokens"]["motifs"]
+    assert speculative["tokens"]["motifs"] == sound(results, "repeats")["tokens"]["motifs"]
+    assert speculative["tokens"]["motifs"] != sound(results, "repeats faulty")["tokens"]["motifs"]
 
 
 def spread(results: dict[str, Any], name: str) -> float:
-    """Largest difference of a prompt token's log probability from that of vLLM's own."""
+    """Mean difference of a prompt token's log probability from that of vLLM's own."""
     a, b = (sound(results, which)["scores"]["together"] for which in (name, "qwen3-next off"))
     assert [len(x) for x in a] == [len(prompt) - 1 for prompt in TOGETHER]
-    return max(abs(p - q) for x, y in zip(a, b, strict=True) for p, q in zip(x, y, strict=True))
+    return fmean(abs(p - q) for x, y in zip(a, b, strict=True) for p, q in zip(x, y, strict=True))
 
 
 def test_qwen3_next_scores_prompts_like_vllms_own(results: dict[str, Any]) -> None:
-    # bfloat16, and vLLM's exponential is approximate: a step of bfloat16 here and there, which layers spread.
+    # bfloat16, and vLLM's exponential is approximate: one value in 400 is a step of bfloat16 apart, which layers
+    # spread. Measured: 0.015 nats a token against 1.64 with a wrong operator.
     assert sound(results, "qwen3-next")["calls"] > 0
     assert not sound(results, "qwen3-next")["fallbacks"]
     wrong, right = spread(results, "qwen3-next faulty"), spread(results, "qwen3-next")
-    assert right < 0.25
-    assert wrong > 4 * right
+    assert right < 0.05
+    assert wrong > 20 * right

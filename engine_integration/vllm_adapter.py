@@ -53,7 +53,7 @@ _UPDATE = frozenset(
     )
 )
 # Arguments that change nothing here: hints for vLLM's launch, its own checks, the block map of its kernel, the
-# padding mark of that map (its sequences are those of the null block), and a size without the indices it is for.
+# padding mark of that map, and a size without the indices it is for.
 _IGNORED = frozenset(
     (
         "pad_slot_id",
@@ -101,6 +101,9 @@ class _Signature:
         null = self.defaults.get("null_block_id", NULL_BLOCK)
         self.null_block = NO_PADDING if null is None else null
         self.activation = self.defaults.get("activation")
+        # Update functions with this argument (the CPU build's) let it replace the null block; prefill's only marks
+        # unused entries of vLLM's block map.
+        self.pads_by_slot = kind == "update" and "pad_slot_id" in names
 
     def bind(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
         call = dict(zip(self.positional, arguments, strict=False))
@@ -128,6 +131,8 @@ class _Signature:
         elif activation is False:
             activation = None
         null = call.get("null_block_id", self.null_block)
+        if self.pads_by_slot and call.get("pad_slot_id") is not None:
+            null = call["pad_slot_id"]
         return activation, NO_PADDING if null is None else null
 
 

@@ -319,3 +319,19 @@ def test_the_report_says_what_happened() -> None:
     report = serving_conv.engine_report()
     assert (report.calls, report.fallbacks) == (1, 1)
     assert "1 calls ran here (fn 1), 1 fell back (fn: 1 x a call without a state pool)" in report.sentence()
+
+
+def test_an_update_with_a_padding_slot_of_its_own_uses_it() -> None:
+    def update_cpu(x, conv_state, weight, bias=None, activation=None, conv_state_indices=None, pad_slot_id=None, **kw):
+        raise Reached
+
+    conv = update_adapter(update_cpu, "update")
+    weight, _ = weights()
+    for given, padding in ((None, 0), (-1, -1)):
+        x, state = torch.randn(2, C), pool()
+        again = state.clone(memory_format=torch.preserve_format)
+        expected = serving_conv.causal_conv1d_update(
+            x.clone(), weight, again, slots(0, 3), activation=None, pad_slot_id=padding
+        )
+        got = conv(x, state, weight, conv_state_indices=slots(0, 3), pad_slot_id=given)
+        assert torch.equal(got, expected) and torch.equal(state, again)

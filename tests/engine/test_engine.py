@@ -35,6 +35,9 @@ def prompts(lengths: tuple[int, ...], *, motif: int | None = None) -> list[list[
 TOGETHER = prompts((1, 2, 3, 7, 17, 40, 100, 300))
 MOTIFS = prompts((6, 12, 20, 33, 40, 60, 90), motif=5)
 
+# What `serving-conv run` sends; token id N is the word tN.
+SERVER = [[11, 57, 200, 31, 90, 143, 8], [5, 6, 7], [99, 100, 101] * 20]
+
 
 def jobs(models: Path) -> list[dict[str, Any]]:
     def job(name: str, model: str, **more: Any) -> dict[str, Any]:
@@ -47,7 +50,7 @@ def jobs(models: Path) -> list[dict[str, Any]]:
         if model != "granite" or suffix
     ]
     return [
-        job("granite", "granite"),
+        job("granite", "granite", prompts={"together": TOGETHER, "server": SERVER}),
         job("repeats", "repeats", prompts={"motifs": MOTIFS}, tokens=48),
         job("repeats faulty", "repeats", prompts={"motifs": MOTIFS}, tokens=48, fault=True),
         *plain,
@@ -155,3 +158,18 @@ def test_qwen3_next_scores_prompts_like_vllms_own(results: dict[str, Any]) -> No
     wrong, right = spread(results, "qwen3-next faulty"), spread(results, "qwen3-next")
     assert right < 0.05
     assert wrong > 20 * right
+
+
+def test_the_server_answers_over_http_with_the_same_tokens(results: dict[str, Any]) -> None:
+    # vLLM's default: API server, engine core and worker are three processes; the plugin must be in the last.
+    command = "import sys; from serving_conv.cli import main; sys.argv[0] = 'serving-conv'; main()"
+    arguments = [sys.executable, "-c", command, "run", "--port", "0", "--json"]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    answer = json.loads(done.stdout.splitlines()[-1])
+    texts = [[int(word[1:]) for word in completion["text"].split()] for completion in answer["completions"]]
+    assert texts == sound(results, "granite")["tokens"]["server"]
+    (worker,) = answer["processes"]
+    assert worker["fallbacks"] == 0
+    # Two layers, three prompts of one chunk each, fifteen more tokens.
+    assert worker["calls"] == 2 * 3 * 16

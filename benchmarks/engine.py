@@ -116,9 +116,10 @@ def measure(model: Path, options: dict[str, Any]) -> dict[str, Any]:
         }
     for batch in DECODES:
         lengths = (16,) * batch
-        step = {
-            n: statistics.median(_seconds(functools.partial(generate, lengths, n)) for _ in range(3)) for n in (8, 40)
-        }
+        wall = {}
+        for each in (8, 40):
+            work = functools.partial(generate, lengths, each)
+            wall[each] = statistics.median([_seconds(work) for _ in range(3)])
         result["decode"][str(batch)] = {
             "step_ms": round(1e3 * (wall[40] - wall[8]) / 32, 4),
             **_kernels(functools.partial(generate, lengths, 40)),

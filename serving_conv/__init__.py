@@ -4,6 +4,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from serving_conv.backends import backend_for
 from serving_conv.contract import prefill_workspace_size, state_positions
+from serving_conv.engine_report import EngineReport, engine_report
 from serving_conv.errors import BackendError, CaptureError, CommunicationError, ContractError, ServingConvError
 from serving_conv.faults import DeviceFault, clear_device_fault, device_fault
 from serving_conv.graphs import Bucket, StepGraphs
@@ -37,6 +38,7 @@ __all__ = [
     "CommunicationError",
     "ContractError",
     "DeviceFault",
+    "EngineReport",
     "LayerState",
     "ServingConvError",
     "Slot",
@@ -57,6 +59,7 @@ __all__ = [
     "clear_device_fault",
     "cut_package",
     "device_fault",
+    "engine_report",
     "join_packages",
     "prefill_workspace_size",
     "state_positions",

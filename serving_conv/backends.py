@@ -19,7 +19,7 @@ from serving_conv.native.host import HostBackend
 from serving_conv.portable.backend import TritonBackend
 from serving_conv.settings import SETTINGS
 
-__all__ = ["Backend", "backend_for", "choose_backend"]
+__all__ = ["Backend", "backend_for", "choose_backend", "use_backend"]
 
 logger = logging.getLogger("serving_conv")
 
@@ -223,9 +223,24 @@ def choose_backend(device: torch.device) -> Backend:
     return backend
 
 
+def use_backend(device: torch.device, name: str) -> bool:
+    """Serve a device with this backend from now on, unless `SERVING_CONV_BACKEND` names another.
+
+    Returns:
+        Whether the backend serves it: false where it cannot run, or the setting says otherwise.
+    """
+    for backend in _BACKENDS:
+        if backend.name == name and SETTINGS.backend in (None, name) and backend.supports(device):
+            _chosen[device] = backend
+            return True
+    return False
+
+
 def _select(device: torch.device) -> Backend:
     names = " or ".join(backend.name for backend in _BACKENDS)
     for backend in _BACKENDS:
+        if SETTINGS.backend is None and isinstance(backend, HostBackend):
+            continue  # compiles for tens of seconds what the reference runs at once: only when asked for
         if SETTINGS.backend in (None, backend.name) and backend.supports(device):
             return backend
     raise BackendError(

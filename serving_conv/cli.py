@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
+from serving_conv.doctor import doctor
 from serving_conv.errors import ServingConvError
 from serving_conv.replay.command import replay
 from serving_conv.warmup_command import warmup
@@ -29,6 +31,11 @@ class _Commands(TyperGroup):
 app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
 app.command()(replay)
 app.command()(warmup)
+app.command()(doctor)
+if importlib.util.find_spec("serving_conv.engine_integration") is not None:  # absent in a source tree on PYTHONPATH
+    from serving_conv.engine_integration.run_command import run
+
+    app.command()(run)
 
 
 @app.callback()

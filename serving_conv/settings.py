@@ -5,6 +5,8 @@
 | `SERVING_CONV_BACKEND` | a backend name | run this backend for every device instead of the device's own |
 | `SERVING_CONV_DEBUG` | `1` / `0` | check device values on the host: one synchronisation a call |
 | `SERVING_CONV_CACHE` | a folder | keeps compiled kernels; unset: `serving_conv` in the user's cache folder |
+| `SERVING_CONV_VLLM` | `1` / `0` | 0: the vLLM plugin replaces nothing |
+| `SERVING_CONV_REPORT` | a folder | each engine worker keeps its counts there as JSON |
 | `SERVING_CONV_HOST_FLAGS` | g++ flags | added when the `host` backend compiles, e.g. `-fsanitize=address` |
 | `CAUSAL_CONV1D_DETERMINISTIC` | a leading `1` / `0` | ordered sums in the training path; else torch decides |
 
@@ -33,29 +35,37 @@ class Settings:
         debug: check values that live on the device, on the host, at the price of a synchronisation.
         cache_directory: where compiled kernels are kept.
         host_flags: more flags for the `host` backend's compiler.
+        vllm: whether the vLLM plugin replaces anything.
+        report_directory: where engine processes leave their counts, or None.
     """
 
     backend: str | None = None
     debug: bool = False
     cache_directory: Path = Path()
     host_flags: tuple[str, ...] = ()
+    vllm: bool = True
+    report_directory: Path | None = None
 
 
 def read_settings(environment: Mapping[str, str]) -> Settings:
     """Read the settings from a mapping like `os.environ`.
 
     Raises:
-        ContractError: `SERVING_CONV_DEBUG` is neither `0`, `1` nor empty.
+        ContractError: `SERVING_CONV_DEBUG` or `SERVING_CONV_VLLM` is neither `0`, `1` nor empty.
     """
-    debug = environment.get("SERVING_CONV_DEBUG", "")
-    if debug not in ("", "0", "1"):
-        raise ContractError("SERVING_CONV_DEBUG", got=repr(debug), wanted="1 or 0", remedy="unset it")
+    debug, vllm = environment.get("SERVING_CONV_DEBUG", ""), environment.get("SERVING_CONV_VLLM", "")
+    for name, value in (("SERVING_CONV_DEBUG", debug), ("SERVING_CONV_VLLM", vllm)):
+        if value not in ("", "0", "1"):
+            raise ContractError(name, got=repr(value), wanted="1 or 0", remedy="unset it")
+    report = environment.get("SERVING_CONV_REPORT")
     user_cache = environment.get("XDG_CACHE_HOME") or os.path.join(environment.get("HOME", "/tmp"), ".cache")
     return Settings(
         backend=environment.get("SERVING_CONV_BACKEND") or None,
         debug=debug == "1",
         cache_directory=Path(environment.get("SERVING_CONV_CACHE") or os.path.join(user_cache, "serving_conv")),
         host_flags=tuple(shlex.split(environment.get("SERVING_CONV_HOST_FLAGS", ""))),
+        vllm=vllm != "0",
+        report_directory=Path(report) if report else None,
     )
 
 

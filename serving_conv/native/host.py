@@ -26,20 +26,20 @@ from serving_conv.native.call import Launch, prepare_prefill, prepare_update
 from serving_conv.native.variant import AnyVariant, source
 from serving_conv.settings import SETTINGS
 
-__all__ = ["HostBackend", "run_backward"]
+__all__ = ["MULTIPROCESSORS", "HostBackend", "load_variant", "run_backward"]
 
 _FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-ffp-contract=off", "-w")
-_MULTIPROCESSORS = 4  # of the machine that the launch choice imagines; both of its branches are then common
+MULTIPROCESSORS = 4  # of the machine that the launch choice imagines; both of its branches are then common
 
 
 class HostBackend:
-    """Runs the kernels' source on the CPU; asked for by name, never chosen by device."""
+    """Runs the kernels' source on the CPU; asked for, never chosen by device alone."""
 
     name = "host"
 
     def supports(self, device: torch.device) -> bool:
-        """CPU tensors, when asked for by `SERVING_CONV_BACKEND` and g++ is there."""
-        return device.type == "cpu" and SETTINGS.backend == self.name and shutil.which("g++") is not None
+        """CPU tensors, where g++ is."""
+        return device.type == "cpu" and shutil.which("g++") is not None
 
     def prefill(self, *, x: Tensor, workspace: Tensor | None, **arguments: Any) -> None:
         """`causal_conv1d_fn`; the kernel needs no scratch."""
@@ -48,7 +48,7 @@ class HostBackend:
     def step(self, *, x: Tensor, **arguments: Any) -> None:
         """`causal_conv1d_step`."""
         flag = fault_flag(x.device)
-        _run(prepare_prefill(x, **arguments, fault_flag=flag, multiprocessors=_MULTIPROCESSORS))
+        _run(prepare_prefill(x, **arguments, fault_flag=flag, multiprocessors=MULTIPROCESSORS))
 
     def update(self, *, x: Tensor, **arguments: Any) -> None:
         """`causal_conv1d_update`."""
@@ -57,7 +57,7 @@ class HostBackend:
 
 def run_backward(*arguments: Any, reverse: bool = False, **options: Any) -> None:
     """Run one backward; arguments as of `prepare_backward`. `reverse`: blocks from the last to the first."""
-    launches, scratch = prepare_backward(*arguments, **options, multiprocessors=_MULTIPROCESSORS)
+    launches, scratch = prepare_backward(*arguments, **options, multiprocessors=MULTIPROCESSORS)
     for launch in launches:
         _run(launch, reverse=reverse)
     del scratch
@@ -67,6 +67,11 @@ def _run(launch: Launch | None, *, reverse: bool = False) -> None:
     if launch is not None:
         function = _load(launch.variant)
         function(ctypes.c_char_p(launch.parameters), *launch.grid, int(reverse))
+
+
+def load_variant(variant: AnyVariant) -> None:
+    """Compile and load one kernel ahead of its first call."""
+    _load(variant)
 
 
 @cache

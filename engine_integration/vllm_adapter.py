@@ -1,0 +1,361 @@
+"""Translates calls of vLLM's causal conv1d functions to the operator: views and renames, no copy, no synchronisation.
+
+vLLM's convention, as its 0.23 to 0.33 have it: prefill rows arrive transposed as `[channels, tokens]`; block 0 is
+the null block, whose sequences are padding; update overwrites `x` unless `out` is given; tables may be longer than
+the step. Whatever a version can pass that the operator has no argument for goes to vLLM's own function, counted.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from serving_conv.engine_report import COUNTERS
+from serving_conv.errors import ServingConvError
+from serving_conv.ops import causal_conv1d_fn, causal_conv1d_update
+
+__all__ = ["DeferredMap", "UnsupportedSignature", "deferred_metadata", "prefill_adapter", "update_adapter"]
+
+NULL_BLOCK = 0
+NO_PADDING = -1
+
+_PREFILL = frozenset(
+    (
+        "x",
+        "weight",
+        "bias",
+        "conv_states",
+        "query_start_loc",
+        "cache_indices",
+        "has_initial_state",
+        "activation",
+        "null_block_id",
+    )
+)
+_UPDATE = frozenset(
+    (
+        "x",
+        "conv_state",
+        "weight",
+        "bias",
+        "activation",
+        "conv_state_indices",
+        "num_accepted_tokens",
+        "query_start_loc",
+        "null_block_id",
+        "out",
+    )
+)
+# Arguments that change nothing here: hints for vLLM's launch, its own checks, the block map of its kernel, the
+# padding mark of that map, and a size without the indices it is for.
+_IGNORED = frozenset(
+    (
+        "pad_slot_id",
+        "metadata",
+        "validate_data",
+        "max_query_len",
+        "block_size_to_align",
+        "num_computed_tokens",
+        "is_weight_packed",
+    )
+)
+_REQUIRED = {"prefill": ("x", "weight", "query_start_loc"), "update": ("x", "weight")}
+
+
+class UnsupportedSignature(Exception):
+    """A function of vLLM asks for something that this adapter does not know."""
+
+
+class _Signature:
+    """How one of vLLM's functions is called: by position, by name, under other names."""
+
+    def __init__(self, original: Callable[..., Any], kind: str, renamed: Mapping[str, str]) -> None:
+        understood = _PREFILL if kind == "prefill" else _UPDATE
+        parameters = inspect.signature(original).parameters
+        names = {renamed.get(name, name) for name in parameters}
+        missing = [name for name in _REQUIRED[kind] if name not in names]
+        if missing:
+            raise UnsupportedSignature(f"it has no argument {missing[0]!r}")
+        self.renamed = dict(renamed)
+        self.positional: list[str] = []
+        self.defaults: dict[str, object] = {}
+        for name, parameter in parameters.items():
+            own = renamed.get(name, name)
+            if parameter.kind is parameter.VAR_POSITIONAL:
+                raise UnsupportedSignature("it takes any number of arguments by position")
+            if parameter.kind is parameter.VAR_KEYWORD:
+                continue
+            if parameter.kind is not parameter.KEYWORD_ONLY:
+                self.positional.append(own)
+            if parameter.default is not parameter.empty:
+                self.defaults[own] = parameter.default
+            elif own not in understood | _IGNORED:
+                raise UnsupportedSignature(f"its argument {name!r} is unknown")
+        self.understood = understood | _IGNORED
+        null = self.defaults.get("null_block_id", NULL_BLOCK)
+        self.null_block = NO_PADDING if null is None else null
+        self.activation = self.defaults.get("activation")
+        # Update functions with this argument (the CPU build's) let it replace the null block; prefill's only marks
+        # unused entries of vLLM's block map.
+        self.pads_by_slot = kind == "update" and "pad_slot_id" in names
+
+    def bind(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+        call = dict(zip(self.positional, arguments, strict=False))
+        if self.renamed:
+            options = {self.renamed.get(name, name): value for name, value in options.items()}
+        call.update(options)
+        return call
+
+    def refusal(self, call: dict[str, Any]) -> str | None:
+        """Why the operator cannot take this call, by its arguments' names; None if it can."""
+        for name in call.keys() - self.understood:
+            value = call[name]
+            if value is None or value is self.defaults.get(name, call):
+                continue
+            if name.startswith("block_idx") or name == "initial_state_idx":
+                return "prefix caching passes block indices"
+            return f"argument {name!r} is unknown"
+        return None
+
+    def common(self, call: dict[str, Any]) -> tuple[str | None, int]:
+        """Activation and padding slot."""
+        activation = call.get("activation", self.activation)
+        if activation is True:
+            activation = "silu"
+        elif activation is False:
+            activation = None
+        null = call.get("null_block_id", self.null_block)
+        if self.pads_by_slot and call.get("pad_slot_id") is not None:
+            null = call["pad_slot_id"]
+        return activation, NO_PADDING if null is None else null
+
+
+def prefill_adapter(
+    original: Callable[..., Tensor], name: str, *, renamed: Mapping[str, str] | None = None, unpack: Any = None
+) -> Callable[..., Tensor]:
+    """A function with the arguments and meaning of vLLM's `causal_conv1d_fn` that runs the operator.
+
+    Args:
+        original: vLLM's own; runs what the operator cannot.
+        name: to count under.
+        renamed: vLLM's argument names that differ, to those of `causal_conv1d_fn`.
+        unpack: gives the plain `[channels, taps]` weight of a packed one, or None if it does not know it.
+
+    Raises:
+        UnsupportedSignature: a version this adapter does not know.
+    """
+    signature = _Signature(original, "prefill", renamed or {})
+    counts = COUNTERS.function(name)
+
+    @functools.wraps(original)
+    def adapted(*arguments: Any, **options: Any) -> Tensor:
+        call = signature.bind(arguments, options)
+        reason = signature.refusal(call)
+        if reason is None:
+            try:
+                result = _prefill(signature, call, unpack)
+            except ServingConvError as error:  # raised before anything is written
+                reason = _brief(error)
+            except _CannotView as cannot:
+                reason = str(cannot)
+            else:
+                counts.calls += 1
+                return result
+        COUNTERS.fall_back(name, reason)
+        metadata = call.get("metadata")
+        if metadata is not None and isinstance(getattr(metadata, "nums_dict", None), DeferredMap):
+            options = {**options, "metadata": metadata.nums_dict.like_metadata()}
+            arguments = (
+                arguments[: signature.positional.index("metadata")] if "metadata" in signature.positional else arguments
+            )
+        return original(*arguments, **options)
+
+    adapted.serving_conv_original = original  # type: ignore[attr-defined]
+    return adapted
+
+
+def _prefill(signature: _Signature, call: dict[str, Any], unpack: Any) -> Tensor:
+    x, offsets, pool = call["x"], call["query_start_loc"], call.get("conv_states")
+    if pool is None:
+        raise _CannotView("a call without a state pool")
+    if x.ndim != 2:
+        raise _CannotView(f"x with {x.ndim} axes")
+    sequences = offsets.shape[0] - 1
+    activation, null_block = signature.common(call)
+    flags = call.get("has_initial_state")
+    if flags is not None and flags.shape[0] > sequences:
+        flags = flags[:sequences]
+    return causal_conv1d_fn(
+        x.transpose(0, 1),
+        _weight(call["weight"], unpack),
+        pool,
+        offsets,
+        _slots(call.get("cache_indices"), sequences, x.device),
+        flags,
+        bias=call.get("bias"),
+        activation=activation,
+        pad_slot_id=null_block,
+    ).transpose(0, 1)
+
+
+def update_adapter(
+    original: Callable[..., Tensor],
+    name: str,
+    *,
+    renamed: Mapping[str, str] | None = None,
+    unpack: Any = None,
+    in_place: bool = True,
+    channels_last: bool = False,
+) -> Callable[..., Tensor]:
+    """A function with the arguments and meaning of vLLM's `causal_conv1d_update` that runs the operator.
+
+    Args:
+        original: vLLM's own; runs what the operator cannot.
+        name: to count under.
+        renamed: vLLM's argument names that differ, to those of `causal_conv1d_update`.
+        unpack: as for `prefill_adapter`.
+        in_place: the original overwrites `x` where no `out` is given; else it allocates.
+        channels_last: three axes are `[batch, tokens, channels]` and not `[batch, channels, tokens]`.
+
+    Raises:
+        UnsupportedSignature: a version this adapter does not know.
+    """
+    signature = _Signature(original, "update", renamed or {})
+    counts = COUNTERS.function(name)
+
+    @functools.wraps(original)
+    def adapted(*arguments: Any, **options: Any) -> Tensor:
+        call = signature.bind(arguments, options)
+        reason = signature.refusal(call)
+        if reason is None:
+            try:
+                result = _update(signature, call, unpack, in_place, channels_last)
+            except ServingConvError as error:  # raised before anything is written
+                reason = _brief(error)
+            except _CannotView as cannot:
+                reason = str(cannot)
+            else:
+                counts.calls += 1
+                return result
+        COUNTERS.fall_back(name, reason)
+        return original(*arguments, **options)
+
+    adapted.serving_conv_original = original  # type: ignore[attr-defined]
+    return adapted
+
+
+def _update(signature: _Signature, call: dict[str, Any], unpack: Any, in_place: bool, channels_last: bool) -> Tensor:
+    x: Tensor = call["x"]
+    offsets: Tensor | None = call.get("query_start_loc")
+    result: Tensor | None = call.get("out")
+    if result is None and in_place:
+        result = x
+    rows, out = x, result
+    if x.ndim == 3 and offsets is None:
+        rows = _packed(x, channels_last)
+        out = None if result is None else (rows if result is x else _packed(result, channels_last))
+        tokens = x.shape[1 if channels_last else 2]
+        if tokens > 1:
+            offsets = torch.arange(0, x.shape[0] * tokens + 1, tokens, dtype=torch.int32, device=x.device)
+    elif x.ndim != 2:
+        raise _CannotView(f"x with {x.ndim} axes")
+    indices: Tensor | None = call.get("conv_state_indices")
+    sequences = x.shape[0]
+    if call.get("query_start_loc") is not None:
+        if indices is None:
+            raise _CannotView("packed tokens without state indices")
+        sequences = indices.shape[0]
+    if offsets is not None and offsets.shape[0] > sequences + 1:
+        offsets = offsets[: sequences + 1]
+    counts = call.get("num_accepted_tokens")
+    if counts is not None and counts.shape[0] > sequences:
+        counts = counts[:sequences]
+    activation, null_block = signature.common(call)
+    out = causal_conv1d_update(
+        rows,
+        _weight(call["weight"], unpack),
+        call["conv_state"],
+        _slots(indices, sequences, x.device),
+        cu_seqlens=offsets,
+        num_accepted_tokens=counts,
+        bias=call.get("bias"),
+        activation=activation,
+        out=out,
+        pad_slot_id=null_block,
+    )
+    if result is not None:
+        return result
+    if x.ndim == 2:
+        return out
+    batched = out.view(x.shape[0], -1, out.shape[1])
+    return batched if channels_last else batched.transpose(1, 2)
+
+
+class _CannotView(Exception):
+    """The call's memory has no view in the operator's layout, or it lacks something."""
+
+
+def _packed(x: Tensor, channels_last: bool) -> Tensor:
+    """Three axes as rows of channels, without a copy."""
+    batched = x if channels_last else x.transpose(1, 2)
+    batch, tokens, channels = batched.shape
+    if batch > 1 and tokens > 1 and batched.stride(0) != tokens * batched.stride(1):
+        raise _CannotView("three axes that no view packs into rows")
+    if tokens == 1:
+        return batched[:, 0]
+    return batched.as_strided((batch * tokens, channels), (batched.stride(1), batched.stride(2)))
+
+
+def _slots(indices: Tensor | None, sequences: int, device: torch.device) -> Tensor:
+    if indices is None:
+        return torch.arange(sequences, dtype=torch.int32, device=device)
+    if indices.ndim == 2:  # a block table: the state is in the first block
+        indices = indices[:, 0]
+    return indices[:sequences] if indices.shape[0] > sequences else indices
+
+
+def _weight(weight: Tensor, unpack: Any) -> Tensor:
+    if unpack is not None:
+        plain = unpack(weight)
+        if plain is None:
+            raise _CannotView("a packed weight whose plain form is not known")
+        weight = plain
+    return weight.squeeze(1) if weight.ndim == 3 else weight
+
+
+def _brief(error: ServingConvError) -> str:
+    # Without the sizes of this call, so that a reason is counted once and not once a shape.
+    return f"{error.argument}: wanted {error.wanted}" if type(error).__name__ == "ContractError" else str(error)[:200]
+
+
+class DeferredMap(dict[Any, Any]):
+    """Stands for vLLM's host-built block map until one of its own kernels asks; ours need none."""
+
+    def __init__(self, build: Callable[[], tuple[Any, Any, Any]]) -> None:
+        super().__init__()
+        self._build = build
+        self._built: tuple[Any, Any, Any] | None = None
+
+    def like_metadata(self) -> SimpleNamespace:
+        """An object with the three fields that vLLM's prefill function reads; built once a step."""
+        if self._built is None:
+            self._built = self._build()
+        nums, batch, offsets = self._built
+        return SimpleNamespace(nums_dict=nums, batch_ptr=batch, token_chunk_offset_ptr=offsets)
+
+
+def deferred_metadata(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Puts vLLM's `compute_causal_conv1d_metadata` off until a fallback needs its result."""
+
+    @functools.wraps(original)
+    def adapted(*arguments: Any, **options: Any) -> tuple[DeferredMap, None, None]:
+        return DeferredMap(lambda: original(*arguments, **options)), None, None
+
+    adapted.serving_conv_original = original  # type: ignore[attr-defined]
+    return adapted

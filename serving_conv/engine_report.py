@@ -91,6 +91,8 @@ class Counters:
         self.logger = logging.getLogger("serving_conv")
         self._owner: int | None = None
         self._told: int | None = None
+        self._writing = threading.Lock()
+        self._written: EngineReport | None = None
 
     def function(self, name: str) -> FunctionReport:
         """The counts of one function, made on first use."""
@@ -121,6 +123,7 @@ class Counters:
                 function.calls = 0
                 function.fallbacks.clear()
         self._owner = os.getpid()
+        self._writing = threading.Lock()  # the parent's may be held by a thread that a fork does not have
         atexit.register(self.tell)
         if SETTINGS.report_directory is not None:
             threading.Thread(target=self._keep_writing, args=(SETTINGS.report_directory,), daemon=True).start()
@@ -130,19 +133,21 @@ class Counters:
         if self._owner != os.getpid() or self._told == self._owner:
             return  # told already, or a fork that runs no layers
         self._told = self._owner
-        report = self.report()
-        self.logger.info("%s", report.sentence())
+        self.logger.info("%s", self.report().sentence())
         if SETTINGS.report_directory is not None:
-            write_report(report, SETTINGS.report_directory)
+            self._write(SETTINGS.report_directory)
 
     def _keep_writing(self, folder: Path) -> None:
-        written = None
         while True:
-            report = self.report()
-            if report != written:
-                write_report(report, folder)
-                written = report
+            self._write(folder)
             time.sleep(0.5)
+
+    def _write(self, folder: Path) -> None:
+        with self._writing:  # so that the last to write has the newest counts
+            report = self.report()
+            if report != self._written:
+                write_report(report, folder)
+                self._written = report
 
 
 def write_report(report: EngineReport, folder: Path) -> None:

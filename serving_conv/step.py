@@ -156,6 +156,7 @@ class StepMetadata:
         ]
         self._arrays = [{n: t.numpy() for n, t in block.tensors(staging).items()} for staging in self._staging]
         self._copied: list[torch.cuda.Event | None] = [None, None]  # of each half
+        self._filled = [(-1, -1)] * len(self._staging)  # sequences, and with padding, of each buffer's last step
         self._turn = -1
         self._views: dict[int, dict[str, Any]] = {}
 
@@ -222,10 +223,12 @@ class StepMetadata:
         offsets = arrays["cu_seqlens"]
         offsets[1 : count + 1] = ends
         offsets[count + 1 : padded + 1] = rows
+        same = self._filled[self._turn] == (count, padded)  # then what pads this buffer is there already
+        self._filled[self._turn] = (count, padded)
         for name, values, padding in given:
             array = arrays[name]
             array[:count] = values
-            if count < padded:
+            if not same:
                 array[count:padded] = padding
         if num_accepted_tokens is None:
             arrays["num_accepted_tokens"][:padded] = 1

@@ -101,25 +101,35 @@ def _metadata(
 
     A last sequence of padding owns the rows past the last offset, so that they become zeros.
     """
-    make = _make_metadata.__wrapped__ if device.type == "cuda" and torch.cuda.is_current_stream_capturing() else None
-    return (make or _make_metadata)(device, sequences, kept, given, rows, total, packed)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        # The graph makes its own each time: nothing may be copied from the host, or kept beyond the graph.
+        return _make_metadata(device, sequences, kept, given, rows, total, packed)
+    return _kept_metadata(device, sequences, kept, given, rows, total, packed)
 
 
 @lru_cache(maxsize=256)
+def _kept_metadata(
+    device: torch.device, sequences: int, kept: int, given: int, rows: int, total: int, packed: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    made = _make_metadata(torch.device("cpu"), sequences, kept, given, rows, total, packed)
+    with torch.inference_mode(False):
+        # Copies from pageable memory are complete on return, so any stream may use them.
+        ends, slots, flags = (t.to(device) for t in made)
+        return ends, slots, flags
+
+
 def _make_metadata(
     device: torch.device, sequences: int, kept: int, given: int, rows: int, total: int, packed: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     with torch.inference_mode(False):
-        number = torch.arange(sequences + 1, dtype=torch.int32)
-        ends = torch.tensor([total], dtype=torch.int32) if packed else number * rows
+        number = torch.arange(sequences + 1, dtype=torch.int32, device=device)
+        ends = torch.full((1,), total, dtype=torch.int32, device=device) if packed else number * rows
         slots = number.clamp(max=kept)
         if packed:
-            slots[-1] = -1
+            slots[-1:].fill_(-1)
         else:
             slots = slots[:-1]
-        flags = number[: slots.shape[0]] < given
-        # Copies from pageable memory are complete on return, so any stream may use them.
-        return ends.to(device), slots.to(device), flags.to(device)
+        return ends, slots, number[: slots.shape[0]] < given
 
 
 def _backward_kernel(x: Tensor) -> Callable[..., None] | None:

@@ -228,7 +228,9 @@ def _rank(rank: int, size: int, file: str, backend: str, queue: Any) -> None:
     dist.init_process_group(
         backend, init_method=f"file://{file}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
     )
-    queue.put((rank, [_on_rank(rank, size, rows, documents) for rows, documents in SHARDS]))
+    answers = [_on_rank(rank, size, rows, documents) for rows, documents in SHARDS]
+    # As arrays: a tensor would travel as a file that is gone when this process ends first.
+    queue.put((rank, [[tensor.numpy() for tensor in answer] for answer in answers]))
     dist.destroy_process_group()
 
 
@@ -267,7 +269,7 @@ def test_ranks_agree_with_one_device(backend: str) -> None:
         leaves = [x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()]
         out = causal_conv1d(*leaves, "silu", seq_idx=_numbers(documents))
         dx, dweight, dbias = torch.autograd.grad(out, leaves, dout)
-        parts = [answers[rank][case] for rank in range(size)]
+        parts = [[torch.from_numpy(array) for array in answers[rank][case]] for rank in range(size)]
         assert torch.equal(torch.cat([part[0] for part in parts], 1), out.detach().cpu())
         torch.testing.assert_close(torch.cat([part[1] for part in parts], 1), dx.cpu(), rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(sum(part[2] for part in parts), dweight.cpu(), rtol=1e-5, atol=1e-4)

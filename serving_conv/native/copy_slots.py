@@ -108,7 +108,7 @@ def launcher_for(device: torch.device) -> Launcher | None:
     """What runs the kernel for a device, or None if the backend that serves the device has no kernels."""
     if device.type == "cuda" and SETTINGS.backend in (None, CudaBackend.name) and CudaBackend().supports(device):
         return CudaLauncher(device.index)
-    if host.HostBackend().supports(device):
+    if SETTINGS.backend == host.HostBackend.name and host.HostBackend().supports(device):
         return HostLauncher()
     return None
 

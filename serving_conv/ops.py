@@ -20,10 +20,17 @@ from serving_conv.native.plan import Plans, Tensors
 from serving_conv.settings import SETTINGS
 from serving_conv.signatures import documented, schema
 
-__all__ = ["causal_conv1d_fn", "causal_conv1d_step", "causal_conv1d_update"]
+__all__ = [
+    "LIBRARY",
+    "causal_conv1d_fn",
+    "causal_conv1d_step",
+    "causal_conv1d_update",
+    "needs_dispatch",
+    "register_operator",
+]
 
 # Library.define + impl costs 4 us a call where the custom_op decorator was measured at 28.
-_LIBRARY = torch.library.Library("serving_conv", "DEF")  # type: ignore[no-untyped-call]
+LIBRARY = torch.library.Library("serving_conv", "DEF")  # type: ignore[no-untyped-call]
 
 
 @documented(PREFILL)
@@ -53,7 +60,7 @@ def causal_conv1d_fn(
     Empty sequences are legal. A sequence whose slot, offsets or count are out of range gets zero output, leaves
     its slot alone and sets a sticky code (`serving_conv.device_fault`).
     """
-    eager = not _needs_dispatch(x)
+    eager = not needs_dispatch(x)
     tensors = None
     if eager and isinstance(x, Tensor) and x.is_cuda:
         tensors = (
@@ -116,7 +123,7 @@ def causal_conv1d_update(
     zero output, leaves its slot alone and sets a sticky code (`serving_conv.device_fault`). With more than L-W+2
     tokens in a speculative step every output is right and only what fits is stored.
     """
-    eager = not _needs_dispatch(x)
+    eager = not needs_dispatch(x)
     tensors = None
     if eager and isinstance(x, Tensor) and x.is_cuda:
         tensors = (
@@ -183,7 +190,7 @@ def causal_conv1d_step(
     not be a live slot of the call. One with a bad count or slot is not written and leaves a sticky code
     (`serving_conv.device_fault`).
     """
-    eager = not _needs_dispatch(x)
+    eager = not needs_dispatch(x)
     tensors = None
     if eager and isinstance(x, Tensor) and x.is_cuda:
         tensors = (
@@ -227,7 +234,7 @@ def causal_conv1d_step(
     return _run(STEP, arguments, tensors)
 
 
-def _needs_dispatch(x: object) -> bool:
+def needs_dispatch(x: object) -> bool:
     """Whether something above the kernels (compiler, fake mode, subclass, profiler mode) must see the call."""
     if torch.compiler.is_compiling():
         return True
@@ -275,6 +282,15 @@ def _run(entry: Entry, arguments: dict[str, Any], tensors: Tensors | None = None
     return out
 
 
+def register_operator(signature: str, body: Any, fake: Any) -> None:
+    """Register one opaque operator of `torch.ops.serving_conv` for every device; the signature begins with its name."""
+    name = signature.partition("(")[0]
+    LIBRARY.define(signature)  # type: ignore[no-untyped-call]
+    for key in ("CPU", "CUDA", "XPU"):
+        LIBRARY.impl(name, body, key)  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"serving_conv::{name}", fake, lib=LIBRARY)
+
+
 def _register(entry: Entry) -> None:
     defaults = {a.name: a.default if isinstance(a, Option) else None for a in entry.arguments}
     names = [a.name for a in entry.arguments if not a.keyword]
@@ -296,14 +312,8 @@ def _register(entry: Entry) -> None:
     def fake_writing(*values: Any, **options: Any) -> None:
         return None
 
-    for overload, body, fake in (
-        (entry.name, allocating, fake_allocating),
-        (f"{entry.name}.out", writing, fake_writing),
-    ):
-        _LIBRARY.define(schema(entry, out=body is writing))  # type: ignore[no-untyped-call]
-        for key in ("CPU", "CUDA", "XPU"):
-            _LIBRARY.impl(overload, body, key)  # type: ignore[no-untyped-call]
-        torch.library.register_fake(f"serving_conv::{overload}", fake, lib=_LIBRARY)
+    register_operator(schema(entry, out=False), allocating, fake_allocating)
+    register_operator(schema(entry, out=True), writing, fake_writing)
 
 
 for _entry in ENTRIES:

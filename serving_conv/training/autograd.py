@@ -12,14 +12,13 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from serving_conv.ops import LIBRARY, needs_dispatch, register_operator
 from serving_conv.training.checks import check_convolution, check_sequences
 from serving_conv.training.determinism import deterministic_reduction
 from serving_conv.training.kernels import convolve, gradients
 from serving_conv.training.sequences import offsets_of
 
-__all__ = ["LIBRARY", "causal_conv1d", "filled", "needs_dispatch", "register"]
-
-LIBRARY = torch.library.Library("serving_conv", "FRAGMENT")  # type: ignore[no-untyped-call]
+__all__ = ["causal_conv1d", "eager_function", "fake_gradient", "filled"]
 
 
 @overload
@@ -98,28 +97,43 @@ def causal_conv1d(
     if needs_dispatch(x):
         out, final = torch.ops.serving_conv.conv1d_forward(*arguments)
     else:
-        out, final = _Convolution.apply(*arguments)  # type: ignore[no-untyped-call]
+        out, final = _Convolution.apply(*arguments)
     return (out, final) if return_final_states else out
-
-
-def needs_dispatch(x: Tensor) -> bool:
-    """Whether something above the kernels (compiler, fake mode, subclass, profiler mode) must see the call."""
-    if torch.compiler.is_compiling():
-        return True
-    return type(x) not in (Tensor, torch.nn.Parameter) or x.is_meta or torch._C._len_torch_dispatch_stack() > 0
-
-
-def register(name: str, schema: str, body: Any, fake: Any) -> None:
-    """Register one opaque operator for every device."""
-    LIBRARY.define(f"{name}{schema}")  # type: ignore[no-untyped-call]
-    for key in ("CPU", "CUDA", "XPU"):
-        LIBRARY.impl(name, body, key)  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"serving_conv::{name}", fake, lib=LIBRARY)
 
 
 def filled(gradient: Tensor | None, like: Tensor) -> Tensor:
     """An operator returns tensors only: one without elements stands for none."""
     return like.new_empty(0) if gradient is None else gradient
+
+
+def fake_gradient(of: Tensor | None, wanted: bool, x: Tensor) -> Tensor:
+    """What a fake backward returns for one argument, as `filled` would."""
+    if of is None or not wanted:
+        return x.new_empty(0)
+    return torch.empty(of.shape, dtype=of.dtype, device=x.device)
+
+
+def eager_function(name: str, forward: Any, setup: Any, differentiate: Any) -> Any:
+    """An autograd function of two operators' bodies, without a dispatcher between.
+
+    Args:
+        name: of the class.
+        forward: the body of the forward operator.
+        setup: `(ctx, inputs, output)`, as `torch.library.register_autograd` takes it.
+        differentiate: `(ctx, *gradients)`, likewise.
+    """
+
+    def run_forward(ctx: Any, *inputs: Any) -> Any:
+        output = forward(*inputs)
+        setup(ctx, inputs, output)
+        return output
+
+    def run_backward(ctx: Any, *gradients: Any) -> Any:
+        with torch.no_grad():
+            return differentiate(ctx, *gradients)
+
+    members = {"forward": staticmethod(run_forward), "backward": staticmethod(run_backward)}
+    return type(name, (torch.autograd.Function,), members)
 
 
 def _forward(
@@ -190,16 +204,12 @@ def _fake_backward(
     activation: str | None,
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    def like(tensor: Tensor | None, want: bool) -> Tensor:
-        if tensor is None or not want:
-            return x.new_empty(0)
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=x.device)
-
     dinitial = x.new_empty(0)
     if initial is not None and wanted[3]:
         shape = (initial.shape[0], initial.shape[2], initial.shape[1])
         dinitial = torch.empty(shape, dtype=x.dtype, device=x.device).transpose(1, 2)
-    return like(x, wanted[0]), like(weight, wanted[1]), like(bias, wanted[2]), dinitial
+    grads = [fake_gradient(of, want, x) for of, want in zip((x, weight, bias), wanted[:3], strict=True)]
+    return grads[0], grads[1], grads[2], dinitial
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -233,33 +243,16 @@ def _differentiate(ctx: Any, dout: Tensor | None, dfinal: Tensor | None) -> tupl
     return (*grads, None, None, None)
 
 
-class _Convolution(torch.autograd.Function):
-    """The eager path: the bodies of both operators, without a dispatcher between."""
+_Convolution = eager_function("_Convolution", _forward, _setup, _differentiate)
 
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        """As `_forward`."""
-        output = _forward(*inputs)
-        _setup(ctx, inputs, output)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
-        """As `_differentiate`."""
-        with torch.no_grad():
-            return _differentiate(ctx, *gradients)
-
-
-register(
-    "conv1d_forward",
-    "(Tensor x, Tensor weight, Tensor? bias, Tensor? initial_states, Tensor? cu_seqlens, str? activation, "
-    "bool want_final) -> (Tensor, Tensor)",
+register_operator(
+    "conv1d_forward(Tensor x, Tensor weight, Tensor? bias, Tensor? initial_states, Tensor? cu_seqlens, "
+    "str? activation, bool want_final) -> (Tensor, Tensor)",
     _forward,
     _fake_forward,
 )
-register(
-    "conv1d_backward",
-    "(Tensor dout, Tensor x, Tensor weight, Tensor? bias, Tensor? initial_states, Tensor? cu_seqlens, "
+register_operator(
+    "conv1d_backward(Tensor dout, Tensor x, Tensor weight, Tensor? bias, Tensor? initial_states, Tensor? cu_seqlens, "
     "Tensor? dfinal, str? activation, bool[] wanted) -> (Tensor, Tensor, Tensor, Tensor)",
     _backward,
     _fake_backward,

@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from serving_conv.errors import ContractError
+from serving_conv.ops import LIBRARY, needs_dispatch, register_operator
 from serving_conv.settings import SETTINGS
 from serving_conv.training.agreement import agree
-from serving_conv.training.autograd import LIBRARY, filled, needs_dispatch, register
+from serving_conv.training.autograd import eager_function, fake_gradient, filled
 from serving_conv.training.checks import check_convolution, check_global_seq_idx
 from serving_conv.training.determinism import deterministic_reduction
 from serving_conv.training.halo import Neighbours, resolve_group
@@ -78,7 +79,7 @@ def causal_conv1d_cp(
     if needs_dispatch(x):
         out, _ = torch.ops.serving_conv.conv1d_cp_forward(*arguments)
     else:
-        out, _ = _CutConvolution.apply(*arguments)  # type: ignore[no-untyped-call]
+        out, _ = _CutConvolution.apply(*arguments)
     return out
 
 
@@ -301,12 +302,8 @@ def _fake_backward(
     group: str,
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    def like(tensor: Tensor | None, want: bool) -> Tensor:
-        if tensor is None or not want:
-            return x.new_empty(0)
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=x.device)
-
-    return like(x, wanted[0]), like(weight, wanted[1]), like(bias, wanted[2])
+    grads = [fake_gradient(of, want, x) for of, want in zip((x, weight, bias), wanted, strict=True)]
+    return grads[0], grads[1], grads[2]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -330,33 +327,17 @@ def _differentiate(ctx: Any, dout: Tensor | None, _dhalo: Tensor | None) -> tupl
     return (*grads, None, None, None)
 
 
-class _CutConvolution(torch.autograd.Function):
-    """The eager path: the bodies of both operators, without a dispatcher between."""
+_CutConvolution = eager_function("_CutConvolution", _forward, _setup, _differentiate)
 
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        """As `_forward`."""
-        output = _forward(*inputs)
-        _setup(ctx, inputs, output)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
-        """As `_differentiate`."""
-        with torch.no_grad():
-            return _differentiate(ctx, *gradients)
-
-
-register(
-    "conv1d_cp_forward",
-    "(Tensor x, Tensor weight, Tensor? bias, Tensor? global_seq_idx, str? activation, str group) -> (Tensor, Tensor)",
+register_operator(
+    "conv1d_cp_forward(Tensor x, Tensor weight, Tensor? bias, Tensor? global_seq_idx, str? activation, str group) "
+    "-> (Tensor, Tensor)",
     _forward,
     _fake_forward,
 )
-register(
-    "conv1d_cp_backward",
-    "(Tensor dout, Tensor x, Tensor weight, Tensor? bias, Tensor halo, Tensor? global_seq_idx, str? activation, "
-    "str group, bool[] wanted) -> (Tensor, Tensor, Tensor)",
+register_operator(
+    "conv1d_cp_backward(Tensor dout, Tensor x, Tensor weight, Tensor? bias, Tensor halo, Tensor? global_seq_idx, "
+    "str? activation, str group, bool[] wanted) -> (Tensor, Tensor, Tensor)",
     _backward,
     _fake_backward,
 )

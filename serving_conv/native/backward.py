@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from serving_conv.native.abi import BACKWARD_PACKER
-from serving_conv.native.call import Launch, split, word
+from serving_conv.native.call import Launch, Run, address, aligned_vec, dtype_name, split, weight_runs
 from serving_conv.native.config import LaunchConfig, choose_backward
 from serving_conv.native.variant import CHANNELS_CONTIGUOUS, Variant
 
@@ -36,41 +36,16 @@ class BackwardBuffers:
     dinitial: Tensor | None
 
 
-def _name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _aligned_vec(
+def _vec(
     vec: int, x: Tensor, weight: Tensor, bias: Tensor | None, initial: Tensor | None, dout: Tensor, dx: Tensor | None
 ) -> int:
-    """Halve `vec` until channels, base addresses and strides all allow its words."""
-    channels = x.shape[2]
+    """Channels of a thread: as many as addresses and strides allow, one where they do not lie side by side."""
     if x.stride(2) != 1 or dout.stride(2) != 1:
         return 1
-    while vec > 1:
-        x_word = word(vec * x.element_size())
-        runs: list[tuple[Tensor, int, tuple[int, ...]]] = [
-            (x, x_word, x.stride()[:2]),
-            (dout, x_word, dout.stride()[:2]),
-            (weight, word(vec * weight.shape[1] * weight.element_size()), ()),
-        ]
-        if dx is not None:
-            runs.append((dx, x_word, dx.stride()[:2]))
-        if bias is not None:
-            runs.append((bias, word(vec * bias.element_size()), ()))
-        if initial is not None:
-            runs.append((initial, word(vec * initial.element_size()), (initial.stride(0), initial.stride(2))))
-        if channels % vec == 0 and all(
-            tensor.data_ptr() % size == 0 and all(stride * tensor.element_size() % size == 0 for stride in strides)
-            for tensor, size, strides in runs
-        ):
-            break
-        vec //= 2
-    return vec
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+    runs: list[Run] = [(t, t.element_size(), t.stride()[:2]) for t in (x, dout, dx) if t is not None]
+    if initial is not None:
+        runs.append((initial, initial.element_size(), (initial.stride(0), initial.stride(2))))
+    return aligned_vec(vec, x.shape[2], runs + weight_runs(weight, bias))
 
 
 def prepare_backward(
@@ -129,13 +104,13 @@ def prepare_backward(
         # The second kernel writes both; what nobody asked for goes to scratch.
         dweight = torch.empty_like(weight) if buffers.dweight is None else buffers.dweight
         dbias = torch.empty_like(bias) if bias is not None and buffers.dbias is None else buffers.dbias
-    vec = _aligned_vec(config.vec, x, weight, bias, initial, dout, buffers.dx)
+    vec = _vec(config.vec, x, weight, bias, initial, dout, buffers.dx)
     variant = Variant(
         kernel="conv_backward",
-        x=_name(x),
-        weight=_name(weight),
-        state=_name(x if initial is None else initial),
-        bias=_name(weight if bias is None else bias),
+        x=dtype_name(x),
+        weight=dtype_name(weight),
+        state=dtype_name(x if initial is None else initial),
+        bias=dtype_name(weight if bias is None else bias),
         width=width,
         vec=vec,
         threads=config.threads,
@@ -152,10 +127,10 @@ def prepare_backward(
         return BACKWARD_PACKER.pack(
             x.data_ptr(),
             weight.data_ptr(),
-            _address(bias),
-            _address(initial),
+            address(bias),
+            address(initial),
             0,  # out
-            _address(cu_seqlens),
+            address(cu_seqlens),
             *(0, 0, 0, 0),  # slots, flags, counts, fault flag
             *(0, 0, 0, 0),  # drafts and checkpoints of a step
             x.stride(1),
@@ -170,12 +145,12 @@ def prepare_backward(
             -1,
             *(0, 0),
             dout.data_ptr(),
-            _address(buffers.dx),
-            _address(dfinal),
-            _address(buffers.dinitial),
-            _address(partials),
-            _address(dweight),
-            _address(dbias),
+            address(buffers.dx),
+            address(dfinal),
+            address(buffers.dinitial),
+            address(partials),
+            address(dweight),
+            address(dbias),
             x.stride(0),
             x.stride(2),
             *dout.stride(),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from torch import Tensor
 
@@ -10,7 +12,20 @@ from serving_conv.native.abi import PACKER
 from serving_conv.native.config import LaunchConfig, choose_prefill, choose_update
 from serving_conv.native.variant import CHANNELS_CONTIGUOUS, POSITIONS_DENSE, STRIDED, Variant
 
-__all__ = ["Launch", "Traits", "prepare_prefill", "prepare_update", "split", "state_layout", "variant_of", "word"]
+__all__ = [
+    "Launch",
+    "Run",
+    "Traits",
+    "address",
+    "aligned_vec",
+    "dtype_name",
+    "prepare_prefill",
+    "prepare_update",
+    "split",
+    "state_layout",
+    "variant_of",
+    "weight_runs",
+]
 
 _GRID_LIMIT = 32768  # of y and z; CUDA allows 65535
 _DENSE_LIMIT = 16  # positions of a dense slot that a thread holds in registers; longer slots go by strides
@@ -25,7 +40,8 @@ class Launch:
     grid: tuple[int, int, int]
 
 
-def _dtype(tensor: Tensor) -> str:
+def dtype_name(tensor: Tensor) -> str:
+    """As the variants spell it."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
@@ -40,42 +56,48 @@ def state_layout(conv_state: Tensor) -> int:
     return STRIDED
 
 
-def word(bytes_in_run: int) -> int:
+def _word(bytes_in_run: int) -> int:
     """Largest power of two up to 16 that divides a run of bytes; `word_bytes` of kernels/channels.cuh."""
     return min(16, bytes_in_run & -bytes_in_run)
 
 
-def _aligned_vec(
-    vec: int, x: Tensor, weight: Tensor, bias: Tensor | None, conv_state: Tensor, out: Tensor, layout: int
-) -> int:
-    """Halve `vec` until channels, base addresses and strides all allow its words."""
-    channels = x.shape[1]
-    width = weight.shape[1]
+Run: TypeAlias = tuple[Tensor, int, tuple[int, ...]]
+"""A tensor, the bytes that a channel of a thread has in one piece there, and the strides between such pieces."""
+
+
+def aligned_vec(vec: int, channels: int, runs: Sequence[Run]) -> int:
+    """Halve `vec`, a power of two, until channels, base addresses and strides all allow its words."""
     while vec > 1:
-        x_word = word(vec * x.element_size())
-        runs = [
-            (x, x_word, (x.stride(0),)),
-            (out, x_word, (out.stride(0),)),
-            (weight, word(vec * width * weight.element_size()), ()),
-        ]
-        if bias is not None:
-            runs.append((bias, word(vec * bias.element_size()), ()))
-        if layout == CHANNELS_CONTIGUOUS:
-            strides = (conv_state.stride(0), conv_state.stride(2))
-            runs.append((conv_state, word(vec * conv_state.element_size()), strides))
-        elif layout == POSITIONS_DENSE:
-            run = vec * conv_state.shape[2] * conv_state.element_size()
-            runs.append((conv_state, word(run), (conv_state.stride(0),)))
         if channels % vec == 0 and all(
-            tensor.data_ptr() % word == 0 and all(stride * tensor.element_size() % word == 0 for stride in strides)
-            for tensor, word, strides in runs
+            tensor.data_ptr() % _word(vec * size) == 0
+            and all(stride * tensor.element_size() % _word(vec * size) == 0 for stride in strides)
+            for tensor, size, strides in runs
         ):
             break
         vec //= 2
     return vec
 
 
-def _address(tensor: Tensor | None) -> int:
+def weight_runs(weight: Tensor, bias: Tensor | None) -> list[Run]:
+    """The runs of taps and bias."""
+    runs: list[Run] = [(weight, weight.shape[1] * weight.element_size(), ())]
+    if bias is not None:
+        runs.append((bias, bias.element_size(), ()))
+    return runs
+
+
+def _runs(x: Tensor, weight: Tensor, bias: Tensor | None, conv_state: Tensor, out: Tensor, layout: int) -> list[Run]:
+    runs: list[Run] = [(rows, rows.element_size(), (rows.stride(0),)) for rows in (x, out)]
+    if layout == CHANNELS_CONTIGUOUS:
+        runs.append((conv_state, conv_state.element_size(), (conv_state.stride(0), conv_state.stride(2))))
+    elif layout == POSITIONS_DENSE:
+        size = conv_state.shape[2] * conv_state.element_size()
+        runs.append((conv_state, size, (conv_state.stride(0),)))
+    return runs + weight_runs(weight, bias)
+
+
+def address(tensor: Tensor | None) -> int:
+    """Where a tensor begins; 0 if it is absent."""
     return 0 if tensor is None else tensor.data_ptr()
 
 
@@ -105,18 +127,18 @@ def _pack(
     return PACKER.pack(
         x.data_ptr(),
         weight.data_ptr(),
-        _address(bias),
+        address(bias),
         conv_state.data_ptr(),
         out.data_ptr(),
-        _address(cu_seqlens),
+        address(cu_seqlens),
         slots.data_ptr(),
-        _address(has_initial_state),
-        _address(num_accepted_tokens),
+        address(has_initial_state),
+        address(num_accepted_tokens),
         fault_flag.data_ptr(),
-        _address(speculative),
-        _address(checkpoint_offsets),
-        _address(checkpoint_tokens),
-        _address(checkpoint_slots),
+        address(speculative),
+        address(checkpoint_offsets),
+        address(checkpoint_tokens),
+        address(checkpoint_slots),
         x.stride(0),
         out.stride(0),
         *conv_state.stride(),
@@ -167,10 +189,10 @@ def _traits(
     num_accepted_tokens: Tensor | None,
 ) -> Traits:
     return Traits(
-        x=_dtype(x),
-        weight=_dtype(weight),
-        state=_dtype(conv_state),
-        bias=_dtype(weight if bias is None else bias),
+        x=dtype_name(x),
+        weight=dtype_name(weight),
+        state=dtype_name(conv_state),
+        bias=dtype_name(weight if bias is None else bias),
         width=weight.shape[1],
         layout=state_layout(conv_state),
         positions=conv_state.shape[2],
@@ -252,7 +274,7 @@ def prepare_prefill(
         multiprocessors=multiprocessors,
         capability=capability,
     )
-    vec = _aligned_vec(config.vec, x, weight, bias, conv_state, out, traits.layout)
+    vec = aligned_vec(config.vec, channels, _runs(x, weight, bias, conv_state, out, traits.layout))
     checkpoints = 0 if checkpoint_tokens is None else checkpoint_tokens.shape[0]
     variant = variant_of(
         "conv_prefill", traits, config, vec, drafts=speculative is not None, checkpoints=checkpoints > 0
@@ -308,7 +330,7 @@ def prepare_update(
         packed=packed,
         simple_state=traits.layout == CHANNELS_CONTIGUOUS,
     )
-    vec = _aligned_vec(config.vec, x, weight, bias, conv_state, out, traits.layout)
+    vec = aligned_vec(config.vec, channels, _runs(x, weight, bias, conv_state, out, traits.layout))
     variant = variant_of("conv_update", traits, config, vec, packed=packed)
     parameters = _pack(
         x,

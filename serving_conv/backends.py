@@ -113,20 +113,23 @@ class ReferenceBackend:
         workspace: Tensor | None,
         pad_slot_id: int,
     ) -> None:
-        result = reference.causal_conv1d(
-            x,
-            weight,
-            conv_state,
-            cu_seqlens,
-            cache_indices,
+        self.step(
+            x=x,
+            weight=weight,
+            conv_state=conv_state,
+            cu_seqlens=cu_seqlens,
+            cache_indices=cache_indices,
+            has_initial_state=has_initial_state,
+            num_accepted_tokens=num_accepted_tokens,
+            speculative=None,
+            checkpoint_offsets=None,
+            checkpoint_tokens=None,
+            checkpoint_slots=None,
             bias=bias,
             activation=activation,
-            has_initial_state=False if has_initial_state is None else has_initial_state,
-            num_accepted_tokens=num_accepted_tokens,
-            speculative=False,
+            out=out,
             pad_slot_id=pad_slot_id,
         )
-        _store(result, out)
 
     def update(
         self,

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from serving_conv.errors import BackendError, CaptureError
 from serving_conv.faults import fault_flag
+from serving_conv.native.call import split
 from serving_conv.settings import SETTINGS
 
 __all__ = ["TritonBackend"]
 
 _CHANNELS_CONTIGUOUS, _POSITIONS_CONTIGUOUS, _STRIDED = 0, 1, 2
-_GRID_LIMIT = 32768  # of y and z
 _MOST_BYTES = 16  # of one access
 
 
@@ -128,11 +128,11 @@ def _launch(
         constants |= {"ROWS": block_rows, "CHANNELS": tile}
         # 16 elements a thread: 86 registers on sm_90; with 32 it is 163, and slots with positions contiguous spill.
         warps = tile * block_rows // 512
-        grid = (tiles, *_split(-(-rows // block_rows)))
+        grid = (tiles, *split(-(-rows // block_rows)))
     else:
         # With one row a sequence a counted step leaves the same slot as a plain one.
         constants |= {"SPECULATIVE": num_accepted_tokens is not None and cu_seqlens is not None, "CHANNELS": tile}
-        grid = (sequences, *_split(tiles))
+        grid = (sequences, *split(tiles))
         warps = tile // 64  # two elements a thread
     flags = None if has_initial_state is None else has_initial_state.view(torch.uint8)
     tensors = (
@@ -183,8 +183,3 @@ def _launch(
     else:
         getattr(kernels, kernel)[grid](*tensors, *sizes, **constants, num_warps=warps)
     _loaded.add(key)
-
-
-def _split(count: int) -> tuple[int, int]:
-    low = min(count, _GRID_LIMIT)
-    return low, -(-count // low)

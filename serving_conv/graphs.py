@@ -7,7 +7,6 @@ rows past the last offset are not touched.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -75,7 +74,6 @@ class StepGraphs:
         self.device = torch.device(device)
         if self.device.type != "cuda":
             raise BackendError("device", got=str(device), wanted="a CUDA device", remedy="run the steps eagerly")
-        self._rows = [bucket.rows for bucket in self.buckets]
         self._graphs: dict[Bucket, torch.cuda.CUDAGraph] = {}
 
     @property
@@ -106,7 +104,7 @@ class StepGraphs:
 
     def bucket_for(self, rows: int, sequences: int) -> Bucket | None:
         """The bucket that a step of this size runs in; None if it is larger than all."""
-        return choose_bucket(self.buckets[bisect_left(self._rows, rows) :], rows, sequences)
+        return choose_bucket(self.buckets, rows, sequences)
 
     def replay(self, bucket: Bucket) -> None:
         """Launch a bucket's graph on the current stream; its metadata must have been filled for it.

@@ -212,12 +212,14 @@ class StepMetadata:
             (f"slots {group}", _numbers("slots", values, count), self.pad_slot_id)
             for group, values in enumerate(by_group)
         ]
-        given.append(("has_initial_state", _flags("has_initial_state", has_initial_state, count), False))
+        _check_count("has_initial_state", has_initial_state, count)
+        given.append(("has_initial_state", has_initial_state, False))
         if num_accepted_tokens is not None:
             counts = _numbers("num_accepted_tokens", num_accepted_tokens, count)
             given.append(("num_accepted_tokens", counts, 1))
         if speculative is not None:
-            given.append(("speculative", _flags("speculative", speculative, count), False))
+            _check_count("speculative", speculative, count)
+            given.append(("speculative", speculative, False))
         kept = self._checkpoints(checkpoints, count) if checkpoints else None
         arrays, staging = self._next_staging()
         offsets = arrays["cu_seqlens"]
@@ -318,8 +320,7 @@ class StepMetadata:
 
 def _numbers(name: str, values: Numbers, count: int) -> NDArray[Any]:
     """An array of one number a sequence, all within int32."""
-    if len(values) != count:
-        raise ContractError(name, got=f"{len(values)} values", wanted=f"{count}, one a sequence")
+    _check_count(name, values, count)
     if isinstance(values, np.ndarray):
         array = values
         if array.dtype == np.int32:
@@ -334,10 +335,9 @@ def _numbers(name: str, values: Numbers, count: int) -> NDArray[Any]:
     return array
 
 
-def _flags(name: str, values: Flags, count: int) -> Flags:
+def _check_count(name: str, values: Numbers | Flags, count: int) -> None:
     if len(values) != count:
         raise ContractError(name, got=f"{len(values)} values", wanted=f"{count}, one a sequence")
-    return values
 
 
 def _check_int32(name: str, values: Sequence[int]) -> None:

@@ -47,8 +47,9 @@ def _nothing(size: int) -> Tensor:
 
 _OF_STEP = ("speculative", "checkpoint_offsets", "checkpoint_tokens", "checkpoint_slots")
 
+_NOTHING_OF_STEP = (0,) * len(_OF_STEP)  # their addresses in other calls
+
 # Guards refuse one tensor twice, so each argument has its own.
-_NOTHING_OF_STEP = (0, 0, 0, 0)
 _ABSENT = tuple(_nothing(0) for _ in range(14))
 _IN_PLACE = _nothing(1)  # `out` is `x`
 

@@ -72,12 +72,16 @@ class Launcher:
             bucket = min(-(-count // PAD_TO) * PAD_TO, most)
             step = self._metadata[Entry.DECODE].fill(lengths, slots, history, accepted, bucket=bucket)
             if self._graphs is None:
-                self._decode(bucket, step)
+                self._update(bucket, step, counted=False)
             else:
                 self._graphs[1].replay(Bucket(bucket, bucket))
         elif self._options.launch == "entries":
             (entry,) = entries
-            self._entry(entry, rows, self._metadata[entry].fill(lengths, slots, history, accepted))
+            step = self._metadata[entry].fill(lengths, slots, history, accepted)
+            if entry is Entry.PREFILL:
+                self._prefill(rows, step)
+            else:
+                self._update(rows, step, counted=True)
         else:
             drafts = [work.entry is Entry.VERIFY for work in works]
             padded = most if self._graphs else None
@@ -91,14 +95,14 @@ class Launcher:
         return torch.stack([output[:rows] for output in self._outputs])
 
     def _capture(self, most_rows: int) -> tuple[StepGraphs, StepGraphs]:
-        most = self._options.max_sequences
+        most, decoding = self._options.max_sequences, self._metadata[Entry.DECODE]
         mixed = StepGraphs(
             lambda bucket: self._all(bucket.rows, self._step.view(bucket.sequences, bucket.rows)),
             [Bucket(rows, most) for rows in powers_of_two(min(PAD_TO, most_rows), most_rows)],
             self._pool.device,
         )
         decode = StepGraphs(
-            lambda bucket: self._decode(bucket.rows, self._metadata[Entry.DECODE].view(bucket.sequences, bucket.rows)),
+            lambda bucket: self._update(bucket.rows, decoding.view(bucket.sequences, bucket.rows), counted=False),
             [Bucket(size, size) for size in sorted({*range(PAD_TO, most + 1, PAD_TO), most})],
             self._pool.device,
         )
@@ -119,49 +123,35 @@ class Launcher:
                 pad_slot_id=self._pool.pad_slot_id,
             )
 
-    def _decode(self, rows: int, step: StepArguments) -> None:
-        """One row a sequence, no counts."""
+    def _update(self, rows: int, step: StepArguments, *, counted: bool) -> None:
+        """Decode: one row a sequence, no counts; counted, a speculative step."""
         for index, layer in enumerate(self._layers):
             ops.causal_conv1d_update(
                 self._inputs[index][:rows],
                 layer.weight,
                 self._pool.states[index],
                 step.slots,
+                cu_seqlens=step.cu_seqlens if counted else None,
+                num_accepted_tokens=step.num_accepted_tokens if counted else None,
                 has_initial_state=step.has_initial_state,
                 bias=layer.bias,
                 out=self._outputs[index][:rows],
                 pad_slot_id=self._pool.pad_slot_id,
             )
 
-    def _entry(self, entry: Entry, rows: int, step: StepArguments) -> None:
-        """Prompt chunks, or speculative sequences."""
+    def _prefill(self, rows: int, step: StepArguments) -> None:
         pool = self._pool
         for index, layer in enumerate(self._layers):
-            x, out = self._inputs[index][:rows], self._outputs[index][:rows]
-            if entry is Entry.PREFILL:
-                ops.causal_conv1d_fn(
-                    x,
-                    layer.weight,
-                    pool.states[index],
-                    step.cu_seqlens,
-                    step.slots,
-                    step.has_initial_state,
-                    bias=layer.bias,
-                    num_accepted_tokens=step.num_accepted_tokens,
-                    out=out,
-                    workspace=pool.workspace,
-                    pad_slot_id=pool.pad_slot_id,
-                )
-            else:
-                ops.causal_conv1d_update(
-                    x,
-                    layer.weight,
-                    pool.states[index],
-                    step.slots,
-                    cu_seqlens=step.cu_seqlens,
-                    num_accepted_tokens=step.num_accepted_tokens,
-                    has_initial_state=step.has_initial_state,
-                    bias=layer.bias,
-                    out=out,
-                    pad_slot_id=pool.pad_slot_id,
-                )
+            ops.causal_conv1d_fn(
+                self._inputs[index][:rows],
+                layer.weight,
+                pool.states[index],
+                step.cu_seqlens,
+                step.slots,
+                step.has_initial_state,
+                bias=layer.bias,
+                num_accepted_tokens=step.num_accepted_tokens,
+                out=self._outputs[index][:rows],
+                workspace=pool.workspace,
+                pad_slot_id=pool.pad_slot_id,
+            )

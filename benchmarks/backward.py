@@ -29,6 +29,7 @@ if __package__ in (None, ""):  # run as a file
 
 from benchmarks import environment
 from benchmarks.backward_peers import BackwardPeer, choose_backward_peers
+from benchmarks.gate import relative_error
 from benchmarks.peers import PeerAbsent
 from benchmarks.timing import Call, CopyTimer, GraphTimer, Timer
 from serving_conv.native import cuda
@@ -119,26 +120,31 @@ def make_work(row: Row, calls: int, device: torch.device) -> Work:
     )
 
 
+def our_gradients(work: Work, i: int, *, deterministic: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """dx, dweight and dbias of one buffer, by our backward."""
+    dx, dweight, dbias, _ = gradients(
+        work.dout[i],
+        work.x[i],
+        work.weight,
+        work.bias,
+        None,
+        work.cu_seqlens,
+        None,
+        activation="silu",
+        deterministic=deterministic,
+        wanted=(True, True, True, False),
+    )
+    if dx is None or dweight is None or dbias is None:
+        raise RuntimeError("a gradient is missing")
+    return dx, dweight, dbias
+
+
 def backward_calls(work: Work, deterministic: bool) -> list[Call]:
     """Our backward, one call for each buffer."""
 
     def make(i: int) -> Call:
         def call() -> Tensor:
-            dx, dweight, dbias, _ = gradients(
-                work.dout[i],
-                work.x[i],
-                work.weight,
-                work.bias,
-                None,
-                work.cu_seqlens,
-                None,
-                activation="silu",
-                deterministic=deterministic,
-                wanted=(True, True, True, False),
-            )
-            if dx is None or dweight is None or dbias is None:
-                raise RuntimeError("a gradient is missing")
-            return dx
+            return our_gradients(work, i, deterministic=deterministic)[0]
 
         return call
 
@@ -184,38 +190,20 @@ def sweep_calls(work: Work, config: LaunchConfig, deterministic: bool) -> list[C
     return [make(i) for i in range(len(work.x))]
 
 
-def relative_error(got: Tensor, exact: Tensor) -> float:
-    """Norm of the error over the norm of the float64 values."""
-    return float((got.double() - exact).norm() / exact.norm())
-
-
 def gate(row: Row, device: torch.device) -> dict[str, float]:
     """Relative errors of our forward and of both our backwards, on the first and last channels."""
     work = make_work(row, 1, device)
     errors: dict[str, float] = {}
     out, _ = convolve(work.x[0], work.weight, work.bias, None, work.cu_seqlens, activation="silu", want_final=False)
     for deterministic in (True, False):
-        found = gradients(
-            work.dout[0],
-            work.x[0],
-            work.weight,
-            work.bias,
-            None,
-            work.cu_seqlens,
-            None,
-            activation="silu",
-            deterministic=deterministic,
-            wanted=(True, True, True, False),
-        )
+        found = our_gradients(work, 0, deterministic=deterministic)
         for part in (slice(0, GATE_CHANNELS), slice(-GATE_CHANNELS, None)):
             x, weight, bias = work.x[0][..., part].double(), work.weight[part].double(), work.bias[part].double()
             want_out, _ = reference.forward(x, weight, bias, None, work.cu_seqlens, activation="silu")
             want = reference.backward(
                 work.dout[0][..., part].double(), x, weight, bias, None, work.cu_seqlens, None, activation="silu"
             )
-            dx, dweight, dbias, _ = found
-            if dx is None or dweight is None or dbias is None:
-                raise RuntimeError("a gradient is missing")
+            dx, dweight, dbias = found
             pairs = (
                 ("out", out[..., part], want_out),
                 ("dx", dx[..., part], want.dx),
@@ -275,20 +263,7 @@ def hash_repeats(row: Row, repeats: int) -> str:
     for _ in range(repeats):
         with torch.cuda.stream(busy):
             noise.mul_(1.0000001)
-        grads = gradients(
-            work.dout[0],
-            work.x[0],
-            work.weight,
-            work.bias,
-            None,
-            work.cu_seqlens,
-            None,
-            activation="silu",
-            deterministic=True,
-            wanted=(True, True, True, False),
-        )
-        for grad in grads[:3]:
-            assert grad is not None
+        for grad in our_gradients(work, 0, deterministic=True):
             # Every bit counts in the sum of the words; order does not, and both runs add the same way.
             words = grad.view(torch.int16).long()
             place = torch.arange(words.numel(), device="cuda").view(words.shape) % 8191 + 1

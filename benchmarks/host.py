@@ -10,7 +10,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,7 +24,6 @@ if __package__ in (None, ""):  # run as a file
 from benchmarks import environment
 from benchmarks.peers import Ours, Peer, PeerAbsent, Vllm
 from benchmarks.rows import ROWS, make_work
-from benchmarks.timing import Call
 
 __all__ = ["batches"]
 
@@ -34,7 +33,10 @@ CALLS, BATCHES = 24, 60
 
 
 def batches(
-    methods: dict[str, Sequence[Call]], synchronize: Callable[[], None], calls: int = CALLS, count: int = BATCHES
+    methods: Mapping[str, Sequence[Callable[[], object]]],
+    synchronize: Callable[[], None],
+    calls: int = CALLS,
+    count: int = BATCHES,
 ) -> dict[str, list[float]]:
     """Microseconds a call of each method, one figure a batch, batches of the methods in turn."""
     found: dict[str, list[float]] = {name: [] for name in methods}

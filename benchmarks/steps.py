@@ -29,6 +29,7 @@ if __package__ in (None, ""):  # run as a file
 
 from benchmarks import environment
 from benchmarks.gate import MOST_NORM, WRONG, relative_error
+from benchmarks.host import batches
 from benchmarks.peers import PeerAbsent, Vllm
 from benchmarks.rows import WIDTH, Row
 from serving_conv import (
@@ -107,20 +108,12 @@ class Work:
         self.weight = [normal(CHANNELS, WIDTH) for _ in range(LAYERS)]
         self.bias = [normal(CHANNELS) for _ in range(LAYERS)]
         self.states = [normal(slots, positions, CHANNELS).transpose(1, 2) for _ in range(LAYERS)]
-        mixed = step.decode > 0 and len(step.chunks) > 0
-        self.metadata = StepMetadata(
-            sequences,
-            "cuda",
-            pad_slot_id=0,
-            drafts=mixed and step.speculative,
-            max_checkpoints=len(step.checkpoints),
-        )
+        metadata = StepMetadata(sequences, "cuda", pad_slot_id=0, max_checkpoints=len(step.checkpoints))
         order = torch.randperm(sequences, generator=torch.Generator().manual_seed(2)) + 1
-        self.slots = order.tolist()
         accepted = [1 + i % step.tokens for i in range(step.decode)] + [1] * len(step.chunks)
-        self.arguments = self.metadata.fill(
+        self.arguments = metadata.fill(
             lengths,
-            self.slots,
+            order.tolist(),
             [True] * sequences,
             accepted,
             checkpoints=[Checkpoint(step.decode, t, sequences + 1 + i) for i, t in enumerate(step.checkpoints)],
@@ -303,14 +296,11 @@ def fill_us() -> float:
     lengths = generator.integers(1, 5, FILLED, dtype=np.int32)
     slots = generator.permutation(FILLED).astype(np.int32)
     flags, counts, drafts = np.ones(FILLED, bool), np.ones(FILLED, np.int32), np.zeros(FILLED, bool)
-    times = []
-    for _ in range(60):
-        torch.cuda.synchronize()
-        begin = time.perf_counter_ns()
-        for _ in range(24):
-            metadata.fill(lengths, slots, flags, counts, speculative=drafts, bucket=1024)
-        times.append((time.perf_counter_ns() - begin) / 1e3 / 24)
-    return statistics.median(times)
+
+    def fill() -> object:
+        return metadata.fill(lengths, slots, flags, counts, speculative=drafts, bucket=1024)
+
+    return statistics.median(batches({"fill": [fill]}, torch.cuda.synchronize)["fill"])
 
 
 def main(

@@ -15,6 +15,17 @@ __all__ = ["MODELS", "VOCABULARY", "make_model"]
 
 VOCABULARY = 256
 _SEED = 20
+_MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 32,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 16,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 16,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+}
 
 
 def _granite(transformers: Any, ids: dict[str, int]) -> Any:
@@ -28,15 +39,7 @@ def _granite(transformers: Any, ids: dict[str, int]) -> Any:
         num_local_experts=0,
         num_experts_per_tok=0,
         shared_intermediate_size=256,
-        mamba_n_heads=8,
-        mamba_d_head=32,
-        mamba_n_groups=1,
-        mamba_d_state=16,
-        mamba_d_conv=4,
-        mamba_expand=2,
-        mamba_chunk_size=16,
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
+        **_MAMBA,
         **ids,
     )
 
@@ -50,15 +53,7 @@ def _falcon_h1(transformers: Any, ids: dict[str, int]) -> Any:
         num_key_value_heads=2,
         head_dim=32,
         mamba_d_ssm=256,
-        mamba_n_heads=8,
-        mamba_d_head=32,
-        mamba_n_groups=1,
-        mamba_d_state=16,
-        mamba_d_conv=4,
-        mamba_expand=2,
-        mamba_chunk_size=16,
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
+        **_MAMBA,
         **ids,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -30,10 +31,13 @@ def model_variants(
     activation: str | None = "silu",
     layout: str = "channels",
     draft_tokens: int = 0,
+    steps: bool = False,
     multiprocessors: int = _ASSUMED_MULTIPROCESSORS,
     capability: int = 90,
 ) -> list[Variant]:
     """Every kernel that calls of one layer can run, whatever their number of rows and sequences.
+
+    `causal_conv1d_step` runs prefill's kernels while it names neither drafts nor checkpoints; `steps` adds the others.
 
     Args:
         channels: of the convolution on this rank.
@@ -45,6 +49,7 @@ def model_variants(
         activation: as in the entries.
         layout: `channels` or `positions`, whichever is contiguous in the pool.
         draft_tokens: 0 without speculation.
+        steps: also those of steps with drafts (if there are any), with checkpoints, and with both.
         multiprocessors: of the device; the launch of small prefills depends on it.
         capability: of the device, as 90.
 
@@ -94,7 +99,17 @@ def model_variants(
             multiprocessors=multiprocessors,
             capability=capability,
         )
-        found[variant_of("conv_prefill", traits(counted=False), config, aligned(config.vec))] = None
+        for drafts, checkpoints in itertools.product((False, True), repeat=2) if steps else ((False, False),):
+            if draft_tokens or not drafts:
+                variant = variant_of(
+                    "conv_prefill",
+                    traits(counted=False),
+                    config,
+                    aligned(config.vec),
+                    drafts=drafts,
+                    checkpoints=checkpoints,
+                )
+                found[variant] = None
         for packed in (False, True):
             config = choose_update(
                 sequences=size,
@@ -121,6 +136,7 @@ def warmup(
     activation: str | None = "silu",
     layout: str = "channels",
     draft_tokens: int = 0,
+    steps: bool = False,
     device: torch.device | str = "cuda",
     architecture: str | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -140,6 +156,7 @@ def warmup(
         activation: as in the entries.
         layout: of the pool.
         draft_tokens: 0 without speculation.
+        steps: also what `causal_conv1d_step` runs with drafts or checkpoints.
         device: where to load; ignored with `architecture`.
         architecture: as `sm_90`: only compile into the disk cache, which needs no GPU.
         progress: called with (kernels done, kernels in all).
@@ -176,6 +193,7 @@ def warmup(
         activation=activation,
         layout=layout,
         draft_tokens=draft_tokens,
+        steps=steps,
         multiprocessors=multiprocessors,
         capability=capability,
     )

@@ -37,6 +37,7 @@ def warmup(
     silu: Annotated[bool, typer.Option(help="SiLU follows.")] = True,
     layout: Annotated[str, typer.Option(help="What is contiguous in the pool: channels or positions.")] = "channels",
     draft_tokens: Annotated[int, typer.Option(help="Draft tokens of a speculative step.")] = 0,
+    steps: Annotated[bool, typer.Option("--steps", help="Also mixed steps with drafts or checkpoints.")] = False,
     architecture: Annotated[
         str | None, typer.Option(help="As sm_90: only compile into the disk cache; needs no GPU.")
     ] = None,
@@ -57,6 +58,7 @@ def warmup(
             activation="silu" if silu else None,
             layout=layout,
             draft_tokens=draft_tokens,
+            steps=steps,
             architecture=architecture,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 import serving_conv
 from serving_conv import ContractError
-from serving_conv.step import StepArguments, StepMetadata
+from serving_conv.step import Checkpoint, StepArguments, StepMetadata
 
 
 def contents(step: StepArguments) -> dict[str, list[Any]]:
@@ -149,6 +150,110 @@ def test_refused(arguments: tuple[Any, ...], options: dict[str, int], name: str,
         metadata.fill(*arguments, **options)
     assert caught.value.argument == name
     assert contents(before) == kept, "the last step's arguments changed"
+
+
+def test_groups_have_slots_of_their_own(device: torch.device) -> None:
+    metadata = StepMetadata(4, device, groups=2, pad_slot_id=0)
+    step = metadata.fill([2, 1], [[5, 6], [7, 8]], [True, False], bucket=3)
+    assert [slots.tolist() for slots in step.group_slots] == [[5, 6, 0], [7, 8, 0]]
+    assert step.slots is step.group_slots[0]
+    assert step.keywords(1)["cache_indices"] is step.group_slots[1]
+    assert step.keywords(1)["cu_seqlens"] is step.keywords(0)["cu_seqlens"]
+
+
+def test_drafts(device: torch.device) -> None:
+    metadata = StepMetadata(4, device, drafts=True)
+    step = metadata.fill([2, 1], [5, 6], [True, True], speculative=[True, False], bucket=4)
+    assert step.speculative is not None
+    assert step.speculative.tolist() == [True, False, False, False]
+    step = metadata.fill([1, 1, 1], [5, 6, 7], [True] * 3)
+    assert step.speculative is not None
+    assert step.speculative.tolist() == [False] * 3
+    assert StepMetadata(4, device).fill([1], [5], [True]).keywords()["speculative"] is None
+
+
+def test_checkpoints(device: torch.device) -> None:
+    metadata = StepMetadata(4, device, groups=2, max_checkpoints=5)
+    given = [
+        Checkpoint(2, 6, (14, 24)),
+        Checkpoint(0, 3, (11, 21)),
+        Checkpoint(2, 4, (13, 23)),
+        Checkpoint(0, 1, (10, 20)),
+    ]
+    step = metadata.fill([3, 2, 6], [[1, 2, 3], [4, 5, 6]], [True] * 3, checkpoints=given, bucket=4)
+    assert step.checkpoint_offsets is not None
+    assert step.checkpoint_tokens is not None
+    assert step.checkpoint_offsets.tolist() == [0, 2, 2, 4, 4]
+    assert step.checkpoint_tokens.tolist()[:4] == [1, 3, 4, 6]
+    assert [slots.tolist()[:4] for slots in step.group_checkpoint_slots] == [[10, 11, 13, 14], [20, 21, 23, 24]]
+    assert step.keywords(1)["checkpoint_slots"] is step.group_checkpoint_slots[1]
+    step = metadata.fill([3, 2], [[1, 2], [4, 5]], [True] * 2, bucket=4)
+    assert step.checkpoint_offsets is not None
+    assert step.checkpoint_offsets.tolist() == [0] * 5, "the last step's are still named"
+    assert StepMetadata(4, device).fill([1], [5], [True]).keywords()["checkpoint_tokens"] is None
+
+
+@pytest.mark.parametrize(
+    ("built", "options", "name"),
+    [
+        ({}, {"speculative": [True, False]}, "speculative"),
+        ({"drafts": True}, {"speculative": [True]}, "speculative"),
+        ({}, {"checkpoints": [Checkpoint(0, 1, 3)]}, "checkpoints"),
+        ({"max_checkpoints": 1}, {"checkpoints": [Checkpoint(0, 1, 3), Checkpoint(1, 1, 4)]}, "checkpoints"),
+        ({"max_checkpoints": 1}, {"checkpoints": [Checkpoint(2, 1, 3)]}, "checkpoints"),
+        ({"max_checkpoints": 1}, {"checkpoints": [Checkpoint(-1, 1, 3)]}, "checkpoints"),
+        ({"max_checkpoints": 1}, {"checkpoints": [Checkpoint(0, 1, (3, 4))]}, "checkpoints"),
+        ({"max_checkpoints": 1}, {"checkpoints": [Checkpoint(0, 2**31, 3)]}, "checkpoints"),
+        ({"max_checkpoints": 1}, {"checkpoints": [Checkpoint(0, 1, 2**31)]}, "checkpoints"),
+        ({"groups": 2}, {}, "slots"),
+        ({"groups": 3}, {}, "slots"),
+    ],
+)
+def test_refused_beyond_the_plain(
+    built: dict[str, Any], options: dict[str, Any], name: str, device: torch.device
+) -> None:
+    metadata = StepMetadata(4, device, **built)
+    # Two numbers are two slots of one group, and no list for each of two groups.
+    slots: Any = [[0, 1], [2]] if built.get("groups") == 2 else [0, 1]
+    with pytest.raises(ContractError) as caught:
+        metadata.fill([1, 1], slots, [True, True], **options)
+    assert caught.value.argument == name
+
+
+@pytest.mark.parametrize("bucket", [1, 4])
+def test_a_view_is_what_steps_fill(bucket: int, device: torch.device) -> None:
+    metadata = StepMetadata(4, device, drafts=True, max_checkpoints=2)
+    before = metadata.view(bucket, 9)
+    after = metadata.fill([1], [3], [True], bucket=bucket)
+    assert before.rows == 9
+    for name, value in before.keywords().items():
+        assert value is after.keywords()[name], name
+
+
+@pytest.mark.parametrize("bucket", [0, 5])
+def test_a_view_beyond_the_capacity(bucket: int) -> None:
+    with pytest.raises(ContractError, match="bucket"):
+        StepMetadata(4).view(bucket, 1)
+
+
+@pytest.mark.parametrize(("name", "size"), [("groups", 0), ("max_checkpoints", -1)])
+def test_other_capacities(name: str, size: int) -> None:
+    with pytest.raises(ContractError, match=name):
+        StepMetadata(4, **{name: size})  # type: ignore[arg-type]
+
+
+def test_arrays_are_taken_as_they_are(device: torch.device) -> None:
+    metadata = StepMetadata(4, device)
+    for kind in (np.int32, np.int64):
+        step = metadata.fill(
+            np.array([2, 1], kind), np.array([3, 2], kind), np.array([True, False]), np.array([1, 2], kind)
+        )
+        assert contents(step)["cu_seqlens"] == [0, 2, 3]
+        assert contents(step)["num_accepted_tokens"] == [1, 2]
+    with pytest.raises(ContractError, match="slots"):
+        metadata.fill(np.array([1]), np.array([2**31]), np.array([True]))
+    with pytest.raises(ContractError, match="slots"):
+        metadata.fill(np.array([1]), np.array([1.0]), np.array([True]))
 
 
 @pytest.mark.parametrize("capacity", [0, -1])

@@ -378,3 +378,14 @@ def test_parameters_by_name(
     for launch in launches:
         assert launch is not None
         assert dict(zip(names, PACKER.unpack(launch.parameters), strict=True)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("channels", "stride", "shift", "vec"),
+    [(8, 8, 0, 4), (6, 8, 0, 2), (5, 8, 0, 1), (8, 10, 0, 2), (8, 9, 0, 1), (8, 8, 2, 2), (8, 8, 1, 1), (8, 8, 4, 4)],
+)
+def test_channels_strides_and_addresses_decide_the_vector(channels: int, stride: int, shift: int, vec: int) -> None:
+    memory = torch.zeros(64, dtype=torch.bfloat16)
+    assert memory.data_ptr() % 16 == 0
+    rows = memory[shift:].as_strided((3, channels), (stride, 1))
+    assert call.aligned_vec(4, channels, [(rows, 2, (stride,))]) == vec

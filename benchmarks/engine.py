@@ -1,33 +1,36 @@
-"""The real vLLM on a GPU, stock and with the plugin in one run: tokens, step times, conv kernels' share, host time.
+"""The real vLLM on a GPU, stock and with the plugin: step times, the convolutions' kernels, host time, tokens.
 
-    python -m benchmarks.engine MODEL [MODEL ...] --output engine.jsonl [--options JSON] [--speculation JSON]
+    python -m benchmarks.engine --out engine.jsonl [--part timed|tokens]
 
-A MODEL is a folder with a config.json; weights are drawn from a seed (vLLM's own dummy weights are so small that no
-token would depend on the convolution). Each model runs in its own process, once with `SERVING_CONV_VLLM=0` and once
-without, one after the other on the same GPU; every process adds one line of JSON.
+Every engine is a process of its own. Engines start together, for starting takes most of the time; the timed parts
+then run one after the other, with all other engines idle. `timed` runs each model stock and with the plugin. `tokens`
+runs them with the plugin with and without CUDA graphs, with speculation and with prefix caching, and compares tokens:
+between runs of ours they must be equal; against stock the first difference and its size in log probability is shown.
 """
 
 from __future__ import annotations
 
-import argparse
-import functools
 import json
-import math
 import os
-import random
-import statistics
 import subprocess
 import sys
+import tempfile
 import time
-import zlib
-from collections.abc import Callable
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-LENGTHS = (2, 3, 17, 64, 128, 700, 1500, 3000)  # no prompt of one token: stock GDN does not repeat itself there
-PREFILLS = {"1x700": (700,), "1x3000": (3000,), "8 mixed": LENGTHS}
-DECODES = (1, 8, 64, 256)
-ENGINE = {
+import typer
+from rich.console import Console
+
+if __package__ in (None, ""):  # run as a file
+    sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import environment
+
+SCHEMA = 1
+OPTIONS: dict[str, Any] = {
     "dtype": "bfloat16",
     "load_format": "dummy",
     "skip_tokenizer_init": True,
@@ -35,194 +38,243 @@ ENGINE = {
     "max_model_len": 4096,
     "max_num_seqs": 256,
     "max_num_batched_tokens": 8192,
+    "gpu_memory_utilization": 0.08,  # the share that must be free at start; what is taken the next line says
+    "kv_cache_memory_bytes": 14 << 30,
     "enable_prefix_caching": False,
     "disable_log_stats": False,
+    "additional_config": {"gdn_prefill_backend": "triton"},
+    "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128, 256]},
 }
-_CONV = ("causal_conv1d", "conv_prefill", "conv_update", "conv_step")
+NO_GRAPHS = {"compilation_config": {"cudagraph_mode": "NONE"}}
+FEW = {"max_num_seqs": 16, "max_num_batched_tokens": 6144, "kv_cache_memory_bytes": 3 << 29}
+FEW_GRAPHS = {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+MTP = {"method": "mtp", "num_speculative_tokens": 2}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("models", nargs="+", type=Path)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--options", type=json.loads, default={}, help="more options of vllm.LLM, as JSON")
-    parser.add_argument("--speculation", type=json.loads, help="speculative_config, as JSON")
-    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.inside:
-        (model,) = options.models
-        line = json.dumps(measure(model, {**options.options, **_speculative(options.speculation)}))
-        with options.output.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
-        return
-    for model in options.models:
-        for plugin in ("0", "1"):
-            command = [sys.executable, "-m", "benchmarks.engine", "--inside", str(model), "--output"]
-            command += [str(options.output), "--options", json.dumps(options.options)]
-            if options.speculation:
-                command += ["--speculation", json.dumps(options.speculation)]
-            environment = {"SERVING_CONV_VLLM": plugin, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-            subprocess.run(command, check=True, env={**os.environ, **environment})
+@dataclass(frozen=True)
+class Run:
+    """One engine.
+
+    Attributes:
+        name: of the run.
+        model: of `engine_models.MODELS`.
+        plugin: on; else `SERVING_CONV_VLLM=0`.
+        timed: steps are timed.
+        options: of vllm.LLM.
+        block_scale: see `engine_models.draw_weights`.
+        first_configuration: no autotuning, for runs that compare tokens.
+    """
+
+    name: str
+    model: str
+    plugin: bool = True
+    timed: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+    block_scale: float = 1.0
+    first_configuration: bool = False
 
 
-def _speculative(config: dict[str, Any] | None) -> dict[str, Any]:
-    return {"speculative_config": config} if config else {}
-
-
-def measure(model: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """One engine: everything that the two lines of a model are compared by."""
-    import torch
-    import vllm
-    from vllm.model_executor.model_loader import dummy_loader
-
-    import serving_conv
-
-    dummy_loader.DummyModelLoader.load_weights = lambda self, loaded, config: draw_weights(loaded)
-    started = time.perf_counter()
-    llm = vllm.LLM(model=str(model), **{**ENGINE, **options})
-    start_seconds = time.perf_counter() - started
-    host = time_conv_calls()
-    vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
-
-    def prompts(lengths: tuple[int, ...]) -> list[dict[str, list[int]]]:
-        return [{"prompt_token_ids": _token_ids(length, length, vocabulary)} for length in lengths]
-
-    def generate(lengths: tuple[int, ...], tokens: int) -> list[list[int]]:
-        sampling = vllm.SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        outputs = llm.generate(prompts(lengths), sampling, use_tqdm=False)
-        return [list(output.outputs[0].token_ids) for output in outputs]
-
-    tokens = generate(LENGTHS, 32)
-    result: dict[str, Any] = {
-        "model": model.name,
-        "plugin": os.environ["SERVING_CONV_VLLM"] == "1",
-        "vllm": vllm.__version__,
-        "gpu": torch.cuda.get_device_name(),
-        "options": options,
-        "start_seconds": round(start_seconds, 1),
-        "tokens": tokens,
-        "repeats_itself": generate(LENGTHS, 32) == tokens,
-        "prefill": {},
-        "decode": {},
-    }
-    for name, lengths in PREFILLS.items():
-        host.clear()
-        walls = [_seconds(functools.partial(generate, lengths, 1)) for _ in range(5)]
-        calls = sum(host)
-        result["prefill"][name] = {
-            "wall_ms": [round(1e3 * wall, 2) for wall in walls],
-            "conv_host_ms_a_run": round(1e3 * calls / len(walls), 3),
-            **_kernels(functools.partial(generate, lengths, 1)),
-        }
-    for batch in DECODES:
-        lengths = (16,) * batch
-        wall = {}
-        for each in (8, 40):
-            work = functools.partial(generate, lengths, each)
-            wall[each] = statistics.median([_seconds(work) for _ in range(3)])
-        result["decode"][str(batch)] = {
-            "step_ms": round(1e3 * (wall[40] - wall[8]) / 32, 4),
-            **_kernels(functools.partial(generate, lengths, 40)),
-        }
-    result["report"] = json.loads(serving_conv.engine_report().to_json())
-    return result
-
-
-def _token_ids(length: int, seed: int, vocabulary: int) -> list[int]:
-    source = random.Random(seed)
-    return [source.randrange(3, vocabulary) for _ in range(length)]
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    import torch
-
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    work()
-    torch.cuda.synchronize()
-    return time.perf_counter() - started
-
-
-def _kernels(work: Callable[[], object]) -> dict[str, Any]:
-    """Kernel time of the work, the convolutions' part of it, and each of their kernels."""
-    from torch.autograd import DeviceType  # type: ignore[attr-defined]
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        work()
-    events = [
-        event
-        for event in profiled.key_averages()
-        if event.device_type == DeviceType.CUDA and not event.key.startswith(("Memcpy", "Memset"))
+def _timed_runs(models: Iterable[str]) -> list[Run]:
+    return [
+        Run(f"{model} {'plugin' if plugin else 'stock'}", model, plugin, timed=True, options=OPTIONS)
+        for model in models
+        for plugin in (False, True)
     ]
-    total = sum(event.self_device_time_total for event in events)
-    conv = [event for event in events if any(name in event.key for name in _CONV)]
-    if not conv:
-        raise RuntimeError(f"no convolution kernel among {sorted(event.key[:60] for event in events)}")
-    return {
-        "kernel_ms": round(total / 1e3, 3),
-        "conv_ms": round(sum(event.self_device_time_total for event in conv) / 1e3, 4),
-        "conv_kernels": {
-            event.key[:60]: [event.count, round(event.self_device_time_total / event.count, 3)] for event in conv
-        },
-    }
 
 
-def time_conv_calls() -> list[float]:
-    """Wrap the names that layers call, in place; the list gets the wall time of each call from Python."""
-    from vllm.model_executor.layers.mamba.ops import causal_conv1d as module
-
-    times: list[float] = []
-
-    def timed(function: Any) -> Any:
-        def call(*arguments: Any, **keywords: Any) -> Any:
-            started = time.perf_counter()
-            result = function(*arguments, **keywords)
-            times.append(time.perf_counter() - started)
-            return result
-
-        return call
-
-    for name in ("causal_conv1d_fn", "causal_conv1d_update"):
-        original = getattr(module, name)
-        wrapped = timed(original)
-        for other in list(sys.modules.values()):
-            if getattr(other, "__name__", "").startswith("vllm."):
-                for attribute, value in list(vars(other).items()):
-                    if value is original:
-                        setattr(other, attribute, wrapped)
-    return times
+def _token_runs(model: str) -> list[Run]:
+    few = OPTIONS | FEW | FEW_GRAPHS
+    method, scale = (NGRAM, 0.3) if model == "mamba2" else (MTP, 0.15)
+    drafts = few | {"speculative_config": method}
+    caching = few | {"enable_prefix_caching": True, "block_size": 256, "kv_cache_memory_bytes": 12 << 30}
+    words = f"{model}-words64"
+    return [
+        Run(f"{model} {kind}", its_model, plugin, options=options, block_scale=block_scale, first_configuration=True)
+        for kind, plugin, its_model, options, block_scale in (
+            ("stock", False, model, few, 1.0),
+            ("graphs", True, model, few, 1.0),
+            ("no graphs", True, model, few | NO_GRAPHS, 1.0),
+            ("speculation stock", False, words, drafts, scale),
+            ("speculation graphs", True, words, drafts, scale),
+            ("speculation no graphs", True, words, drafts | NO_GRAPHS, scale),
+            ("prefix caching graphs", True, model, caching, 1.0),
+        )
+    ]
 
 
-def draw_weights(model: Any) -> None:
-    """Weights of a sensible size, the same for equal names, so that tokens depend on every layer."""
-    import torch
+class Wave:
+    """Engines that start together.
 
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if not weight.is_floating_point():
+    Args:
+        runs: what to start.
+        folder: for the words between the processes, and their logs.
+        console: where progress goes.
+    """
+
+    def __init__(self, runs: list[Run], folder: Path, console: Console) -> None:
+        self._folder, self._console = folder, console
+        self._begin = time.monotonic()
+        self._runs = runs
+        self._processes = {run.name: self._start(run) for run in runs}
+
+    def _start(self, run: Run) -> subprocess.Popen[bytes]:
+        (self._folder / f"{run.name}.json").write_text(json.dumps(asdict(run)))
+        switches = {"SERVING_CONV_VLLM": str(int(run.plugin)), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        with (self._folder / f"{run.name}.log").open("w") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.engine_process", str(self._folder), run.name],
+                env=os.environ | switches,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def results(self, limit: float) -> dict[str, dict[str, Any]]:
+        """What the engines found, by name; those that died or took over `limit` seconds are left out, and told."""
+        alive = [run for run in self._runs if self._wait(run, "ready", limit)]
+        found = {}
+        for run in alive:
+            (self._folder / f"{run.name}.go").touch()
+            if self._wait(run, "result", limit):
+                found[run.name] = json.loads((self._folder / f"{run.name}.result").read_text())
+                self._console.print(f"{time.monotonic() - self._begin:5.0f} s  {run.name}", markup=False)
+        for process in self._processes.values():
+            process.kill()
+            process.wait()
+        return found
+
+    def _wait(self, run: Run, word: str, limit: float) -> bool:
+        file = self._folder / f"{run.name}.{word}"
+        while time.monotonic() - self._begin < limit:
+            if file.exists():
+                return True
+            if self._processes[run.name].poll() is not None and not file.exists():
+                break
+            time.sleep(0.05)
+        log = (self._folder / f"{run.name}.log").read_text(errors="replace").splitlines()
+        self._console.print(f"{run.name}: no {word}; its log ends so:", *log[-12:], sep="\n", markup=False)
+        return False
+
+
+def compare_tokens(ours: list[Any], theirs: list[Any]) -> dict[str, Any]:
+    """Where two runs of the same prompts part, and by how much.
+
+    Args:
+        ours: for each prompt and token its id, log probability, and the next best's log probability.
+        theirs: likewise.
+
+    Returns:
+        `equal`: all ids are; `differences`: for each prompt that parts, the token's index, the gap in `theirs`
+        between its choice and the next best, and the largest difference in log probability up to there;
+        `largest_logprob_difference` over all common tokens.
+    """
+    differences, largest = [], 0.0
+    for prompt, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        parts = next((i for i, (a, b) in enumerate(zip(mine, other, strict=True)) if a[0] != b[0]), None)
+        common = len(mine) if parts is None else parts
+        by = max((abs(a[1] - b[1]) for a, b in zip(mine[:common], other[:common], strict=True)), default=0.0)
+        largest = max(largest, by)
+        if parts is not None:
+            gap = round(other[parts][1] - other[parts][2], 5)
+            differences.append({"prompt": prompt, "token": parts, "gap": gap, "logprob_difference": round(by, 5)})
+    return {"equal": not differences, "differences": differences, "largest_logprob_difference": round(largest, 5)}
+
+
+def _ratios(model: str, stock: dict[str, Any], plugin: dict[str, Any]) -> Iterable[dict[str, Any]]:
+    rows = [(f"prefill {row}", stock["prefill"][row], plugin["prefill"][row]) for row in stock["prefill"]]
+    rows += [(f"decode {row}", stock["decode"][row], plugin["decode"][row]) for row in stock["decode"]]
+    rows.append(("mixed 700 + 64", stock["mixed"], plugin["mixed"]))
+    for row, theirs, ours in rows:
+        yield {
+            "what": "engine step",
+            "model": model,
+            "row": row,
+            "stock": theirs,
+            "plugin": ours,
+            "conv_speedup": theirs["conv_us"] / ours["conv_us"],
+            "kernel_ratio": ours["kernel_us"] / theirs["kernel_us"],
+            "wall_ratio": ours["wall_ms"] / theirs["wall_ms"],
+            "host_ratio": ours["conv_host_us"] / theirs["conv_host_us"] if "conv_host_us" in ours else None,
+        }
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="JSON lines are added to this file")],
+    part: Annotated[str, typer.Option(help="timed, tokens, or both, separated by a comma")] = "timed,tokens",
+    models: Annotated[str, typer.Option(help="mamba2 and qwen3next, or one of them")] = "mamba2,qwen3next",
+    limit: Annotated[float, typer.Option(help="seconds for all engines that start together")] = 300.0,
+    keep: Annotated[Path | None, typer.Option(help="folder for logs and results of the engines")] = None,
+    commit: Annotated[str, typer.Option(help="recorded where the tree has no version control beside it")] = "",
+) -> None:
+    """Run the engines and compare them; the exit code is 1 if one did not finish or our own tokens differ."""
+    console = Console(soft_wrap=True, highlight=False)
+    around = environment.describe(commit or None)
+    folder = keep or Path(tempfile.mkdtemp(prefix="engines-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    names = models.split(",")
+    failed = False
+    with out.open("a") as lines:
+
+        def write(record: dict[str, Any]) -> None:
+            lines.write(json.dumps({"schema": SCHEMA, **record, "environment": around}) + "\n")
+            lines.flush()
+
+        waves = [("timed", _timed_runs(names))] + [("tokens", _token_runs(name)) for name in names]
+        for which, runs in waves:
+            if which not in part.split(","):
                 continue
-            source = torch.Generator(device=weight.device)
-            source.manual_seed(zlib.crc32(name.encode()))
-            last = name.rsplit(".", 1)[-1]
-            if last == "A":
-                weight.data.uniform_(-16, -1, generator=source)
-            elif last == "A_log":
-                weight.data.uniform_(0, math.log(16), generator=source)
-            elif last == "D":
-                weight.data.fill_(1)
-            elif last == "dt_bias":
-                weight.data.uniform_(0.001, 0.1, generator=source)
-                weight.data.copy_(torch.log(torch.expm1(weight.data.float())))
-            elif "norm" in name:
-                weight.data.normal_(1, 0.1, generator=source)
-            elif "conv1d" in name:
-                weight.data.normal_(0, 0.2 if last == "bias" else 0.5, generator=source)
-            elif last == "bias":
-                weight.data.normal_(0, 0.1, generator=source)
-            else:
-                weight.data.normal_(0, 1.0 if "embed" in name else weight.shape[-1] ** -0.5, generator=source)
+            found = Wave(runs, folder, console).results(limit)
+            failed |= len(found) < len(runs)
+            for run in runs:
+                if (result := found.get(run.name)) is not None:
+                    told = {key: value for key, value in result.items() if key not in _TOLD_BY_ROW}
+                    write({"what": "engine", "part": which, "run": asdict(run), **told})
+            for model in names:
+                failed |= not _compare(model, found, write, console)
+    raise typer.Exit(1 if failed else 0)
+
+
+_TOLD_BY_ROW = ("tokens", "prefill", "decode", "mixed")
+
+# Runs whose tokens must be equal: what differs between them is ours to keep equal.
+_EQUAL = (("no graphs", "graphs"), ("speculation no graphs", "speculation graphs"))
+# Runs that may differ: stock rounds each product of a tap to bfloat16.
+_SHOWN = (("stock", "plugin"), ("stock", "graphs"), ("speculation stock", "speculation graphs"))
+_SHOWN_OWN = (("graphs", "prefix caching graphs"),)
+
+
+def _compare(model: str, by_name: dict[str, Any], write: Any, console: Console) -> bool:
+    """Write what two runs of a model show side by side; False if tokens differ that must not."""
+    right = True
+
+    def pair(names: tuple[str, str]) -> tuple[Any, Any] | None:
+        first, second = (by_name.get(f"{model} {name}") for name in names)
+        return None if first is None or second is None else (first, second)
+
+    for names in (*_EQUAL, *_SHOWN, *_SHOWN_OWN):
+        if (both := pair(names)) is None:
+            continue
+        theirs, ours = both
+        compared = compare_tokens(ours["tokens"], theirs["tokens"])
+        right &= compared["equal"] or names not in _EQUAL
+        write({"what": "engine tokens", "model": model, "first": names[0], "second": names[1], **compared})
+        console.print(
+            f"{model}, {names[0]} and {names[1]}: {'equal' if compared['equal'] else compared['differences']}, "
+            f"log probabilities within {compared['largest_logprob_difference']}",
+            markup=False,
+        )
+    if (both := pair(("stock", "plugin"))) is not None and "mixed" in both[1]:
+        for record in _ratios(model, *both):
+            write(record)
+            host = "" if record["host_ratio"] is None else f", host {record['host_ratio']:.2f}"
+            before, after = (record[side]["conv_us"] for side in ("stock", "plugin"))
+            console.print(
+                f"{model} {record['row']}: conv {before:.1f} -> {after:.1f} us ({record['conv_speedup']:.2f}x), "
+                f"kernels {record['kernel_ratio']:.3f}, wall {record['wall_ratio']:.3f}{host}",
+                markup=False,
+            )
+    return right
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

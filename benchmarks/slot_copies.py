@@ -29,6 +29,7 @@ from serving_conv.pool import LayerState, PoolLayout, SlotMove, SlotPackage, Sta
 from serving_conv.pool.copies import SlotCopies, TorchCopies, copies_of
 
 COPIES, REPEATS = 20, 30
+REPEATS_OF_TORCH = 3  # whose copies of 48 layers are thousands of launches
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,9 @@ class Row:
     megabytes: float
 
 
-def _host(call: Callable[[int], object]) -> float:
+def _host(call: Callable[[int], object], repeats: int) -> float:
     times = []
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         torch.cuda.synchronize()
         begin = time.perf_counter_ns()
         for turn in range(COPIES):
@@ -63,13 +64,13 @@ def _host(call: Callable[[int], object]) -> float:
     return statistics.median(times)
 
 
-def _device(call: Callable[[int], object]) -> float:
+def _device(call: Callable[[int], object], repeats: int) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for turn in range(COPIES):
             call(turn)
     times: list[float] = []
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
         graph.replay()
@@ -119,8 +120,9 @@ def measure(layers: int, channels: int, layout: PoolLayout) -> list[Row]:
         turn_of = partial(call, copies)
         turn_of(0)
         waits = method == "torch" and operation == "swap"
-        device = None if waits else _device(turn_of)
-        rows.append(Row(operation, layout, method, _host(turn_of), device, slots_moved * megabytes))
+        repeats = REPEATS_OF_TORCH if method == "torch" else REPEATS
+        device = None if waits else _device(turn_of, repeats)
+        rows.append(Row(operation, layout, method, _host(turn_of, repeats), device, slots_moved * megabytes))
     return rows
 
 

@@ -245,13 +245,11 @@ def sweep(row: Row) -> Iterator[LaunchConfig]:
     for rows in (32, 64, 128, 256, 512, 1024):
         if rows < row.rows:
             yield replace(chosen, rows=rows)
-    for ahead in (8, 16, 20):
-        yield replace(chosen, ahead=ahead)
-    for vec, min_blocks in ((4, 3), (2, 4), (2, 6), (2, 7), (2, 8)):
+    for vec, min_blocks in ((4, 2), (4, 3), (4, 4), (2, 4), (2, 6), (2, 8)):
         tiles = -(-row.channels // (chosen.threads * vec))
         runs = max(1, multiprocessors * min_blocks // (tiles * row.batches))
         rows = max(16, 4 * -(-row.rows // (4 * runs)))
-        for ahead in (8, 12, 16) if vec == 2 else (12, 16):
+        for ahead in (8, 12) if vec == 2 else (8, 12, 16, 20):
             yield replace(chosen, vec=vec, min_blocks=min_blocks, rows=rows, ahead=ahead)
 
 

@@ -2,6 +2,7 @@
 
 The ranks are processes: under gloo all of them share one GPU, under NCCL each has its own. Both steps, forward and
 backward, run on all ranks at the same time, so they share the GPU alike; what is left between them is the exchange.
+The same two exchanges are timed alone as well, with nothing to hide behind: under gloo they pass through the host.
 One JSON line for each shape, with the ratio; the exit code is 1 if a rank's results are wrong.
 """
 
@@ -30,6 +31,7 @@ if __package__ in (None, ""):  # run as a file
 
 from benchmarks import environment
 from serving_conv import causal_conv1d, causal_conv1d_cp
+from serving_conv.training.halo import Neighbours
 
 SCHEMA = 1
 SHAPES = ((2048, 8192), (8192, 8192), (32768, 8192), (8192, 2048))  # rows of a shard, channels
@@ -69,11 +71,24 @@ def _measure(rows: int, channels: int, steps: int, repetitions: int) -> dict[str
         out = causal_conv1d_cp(x, weight, bias, "silu", group)
         return torch.autograd.grad(out, (x, weight, bias), dout)
 
+    neighbours = Neighbours(group)
+    halo = x.detach()[:, :3].contiguous()
+
+    def exchange() -> None:
+        for to_right in (True, False):
+            sends, receives = neighbours.has_right, neighbours.has_left
+            if not to_right:
+                sends, receives = receives, sends
+            send = neighbours.stage(halo) if sends else None
+            receive = torch.empty_like(halo) if receives else None
+            neighbours.wait(neighbours.start(send=send, to_right=to_right, receive=receive, device=device))
+
     # Between its first and last W-1 rows a shard has the gradient it has alone.
     right = torch.equal(alone()[0][:, 3:-3], shared()[0][:, 3:-3])
-    pairs = [(_time(alone, steps), _time(shared, steps)) for _ in range(repetitions)]
-    convolution, step = (statistics.median(pair[place] for pair in pairs) for place in (0, 1))
-    return {"convolution_us": convolution, "step_us": step, "ratio": step / convolution, "right": right}
+    times = [[_time(work, steps) for work in (alone, shared, exchange)] for _ in range(repetitions)]
+    convolution, step, bare = (statistics.median(each) for each in zip(*times, strict=True))
+    figures = {"convolution_us": convolution, "exchange_us": bare, "step_us": step, "ratio": step / convolution}
+    return {**figures, "right": right}
 
 
 def _rank(rank: int, size: int, backend: str, file: str, quick: bool, queue: Any) -> None:
@@ -125,7 +140,8 @@ def main(
             lines.write(json.dumps({"schema": SCHEMA, **record}) + "\n")
             console.print(
                 f"{found['rows']} rows of {found['channels']} on each of {ranks} ranks ({backend}): convolution "
-                f"{found['convolution_us']:.0f} us, step {found['step_us']:.0f} us, ratio {found['ratio']:.3f}"
+                f"{found['convolution_us']:.0f} us, exchange {found['exchange_us']:.0f} us, "
+                f"step {found['step_us']:.0f} us, ratio {found['ratio']:.3f}"
                 f"{'' if found['right'] else ', WRONG'}"
             )
     for process in started:

@@ -77,7 +77,7 @@ class Run:
 
 def _timed_runs(models: Iterable[str]) -> list[Run]:
     return [
-        Run(f"{model} {'plugin' if plugin else 'stock'}", model, plugin, timed=True, options=OPTIONS)
+        Run(f"{model} timed {'plugin' if plugin else 'stock'}", model, plugin, timed=True, options=OPTIONS)
         for model in models
         for plugin in (False, True)
     ]
@@ -239,7 +239,7 @@ _TOLD_BY_ROW = ("tokens", "prefill", "decode", "mixed")
 # Runs whose tokens must be equal: what differs between them is ours to keep equal.
 _EQUAL = (("no graphs", "graphs"), ("speculation no graphs", "speculation graphs"))
 # Runs that may differ: stock rounds each product of a tap to bfloat16.
-_SHOWN = (("stock", "plugin"), ("stock", "graphs"), ("speculation stock", "speculation graphs"))
+_SHOWN = (("timed stock", "timed plugin"), ("stock", "graphs"), ("speculation stock", "speculation graphs"))
 _SHOWN_OWN = (("graphs", "prefix caching graphs"),)
 
 
@@ -263,7 +263,7 @@ def _compare(model: str, by_name: dict[str, Any], write: Any, console: Console) 
             f"log probabilities within {compared['largest_logprob_difference']}",
             markup=False,
         )
-    if (both := pair(("stock", "plugin"))) is not None and "mixed" in both[1]:
+    if (both := pair(("timed stock", "timed plugin"))) is not None and "mixed" in both[1]:
         for record in _ratios(model, *both):
             write(record)
             host = "" if record["host_ratio"] is None else f", host {record['host_ratio']:.2f}"

@@ -112,8 +112,10 @@ def choose_backward(
     """Launch of `conv_backward`.
 
     Every run of rows costs the W-1 rows on both its sides again and one set of partial sums, so runs are as long as
-    one wave of blocks allows. 117 for 8192 rows with ordered sums and 827 for 65536, where three copied streams take
-    104 and 816. Other choices were not timed yet: `benchmarks/backward.py --sweep` does.
+    one wave of blocks allows. Three blocks a multiprocessor against four, ordered, in us: 110.2 and 116.5 for 8192
+    rows, 801 and 824 for 65536, where three copied streams take 103.5 and 817; 38.6 and 41.8 with 2048 channels; runs
+    of another length, threads with half the channels and 8, 16 or 20 rows ahead are all slower
+    (`benchmarks/backward.py --sweep`).
 
     Args:
         rows: of a batch.
@@ -123,7 +125,7 @@ def choose_backward(
         x_bytes: of an element of x.
         multiprocessors: of the device.
     """
-    threads, min_blocks, ahead = 128, 4 if width <= 4 else 3, 12
+    threads, min_blocks, ahead = 128, 3, 12
     vec = _widest(x_bytes, width, 8)
     tiles = -(-channels // (threads * vec))
     runs = max(1, multiprocessors * min_blocks // (tiles * batches))

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
-from benchmarks.engine import _timed_runs, _token_runs, compare_tokens
-from benchmarks.engine_models import MODELS
+ROOT = Path(__file__).resolve().parents[2]
+if str(ROOT) not in sys.path:
+    sys.path.append(str(ROOT))
+
+from benchmarks.engine import _timed_runs, _token_runs, compare_tokens  # noqa: E402
+from benchmarks.engine_models import MODELS  # noqa: E402
 
 
 def _steps(*ids: int, logprob: float = -1.0, second: float = -1.5) -> list[Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Sequence
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -123,7 +124,8 @@ class Plan:
         )
         self._state_extent = _extent(arguments["conv_state"])
         self._out_extent = _extent(out)
-        self._sound: set[tuple[int, ...]] = set()  # addresses whose overlap was looked at
+        self._scratch_extent = _extent(arguments.get("workspace"))
+        self._sound: set[tuple[tuple[int, ...], int]] = set()  # addresses whose overlap was looked at
 
     @staticmethod
     def possible(arguments: dict[str, Any]) -> bool:
@@ -172,31 +174,39 @@ class Plan:
             self._fault_flag,
             *([0 if t is None else t.data_ptr() for t in of_step] or _NOTHING_OF_STEP),
         )
-        if addresses not in self._sound:
-            if not self._is_sound(addresses):
+        scratch = 0
+        if workspace is not None:
+            scratch = workspace.data_ptr()
+            if not _owns_its_storage(workspace, self._scratch_extent):
+                tensors = (x, weight, bias, conv_state, cu_seqlens, slots, has_initial_state, num_accepted_tokens)
+                if _shares_storage(workspace, (*tensors, out, *of_step)):
+                    return None
+        checked = (addresses, scratch)
+        if checked not in self._sound:
+            if not self._is_sound(addresses, scratch):
                 return None
             if len(self._sound) >= _MOST_ADDRESSES:
                 self._sound.clear()
-            self._sound.add(addresses)
-        if workspace is not None:
-            tensors = (x, weight, bias, conv_state, cu_seqlens, slots, has_initial_state, num_accepted_tokens, *of_step)
-            if _shares_storage(workspace, (*tensors, out)):
-                return None
+            self._sound.add(checked)
         self._launch.launch(addresses, torch._C._cuda_getCurrentRawStream(device_index))
         return out
 
-    def _is_sound(self, addresses: tuple[int, ...]) -> bool:
+    def _is_sound(self, addresses: tuple[int, ...], scratch: int = 0) -> bool:
         """Whether the widest words fit these addresses, and nothing that is written overlaps anything else."""
         x, weight, bias, state, out, offsets, slots, flags, counts, _, *of_step = addresses
         if (x | weight | bias | state | out) & 15:
             return False
-        state_end, out_end = state + self._state_extent, out + self._out_extent
-        for at, extent in zip((x, weight, bias, offsets, slots, flags, counts, *of_step), self._reads, strict=True):
-            if at < state_end and state < at + extent:
+        written = ((state, self._state_extent), (out, self._out_extent), (scratch, self._scratch_extent))
+        for read in zip((x, weight, bias, offsets, slots, flags, counts, *of_step), self._reads, strict=True):
+            in_place = self._in_place and read[0] == x == out
+            if any(_overlap(read, one) for one in written if not (in_place and one[0] == out)):
                 return False
-            if at < out_end and out < at + extent and not (self._in_place and at == x == out):
-                return False
-        return not (state < out_end and out < state_end)
+        return not any(_overlap(one, other) for one, other in combinations(written, 2))
+
+
+def _overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    """Whether two pieces of memory, each an address and a number of bytes, share a byte."""
+    return one[0] < other[0] + other[1] and other[0] < one[0] + one[1]
 
 
 class PreparedLaunch:

@@ -151,6 +151,7 @@ def test_unaligned_calls_make_no_plan() -> None:
 def plan_of(reads: tuple[int, ...], *, in_place: bool = False) -> Plan:
     plan = Plan.__new__(Plan)
     plan._reads, plan._state_extent, plan._out_extent, plan._in_place = (*reads, 0, 0, 0, 12), 256, 128, in_place
+    plan._scratch_extent = 64
     return plan
 
 
@@ -168,9 +169,14 @@ def plan_of(reads: tuple[int, ...], *, in_place: bool = False) -> Plan:
         ({"checkpoint_slots": 4096}, False),
         ({"out": 4224}, False),
         ({"out": 1024}, False),  # x itself, but not in place
+        ({"scratch": 8192 + 124}, False),  # in out
+        ({"scratch": 4096 - 60}, False),  # into the pool
+        ({"scratch": 16640 + 4}, False),  # in the flags
+        ({"scratch": 4096 - 64}, True),  # right before the pool
     ],
 )
 def test_addresses_are_looked_at(changed: dict[str, int], sound: bool) -> None:
+    scratch = {"scratch": 32768, **changed}["scratch"]
     at = {
         "x": 1024,
         "weight": 2048,
@@ -188,7 +194,7 @@ def test_addresses_are_looked_at(changed: dict[str, int], sound: bool) -> None:
         "checkpoint_slots": 24576,
     }
     plan = plan_of((128 + 96, 64, 16, 16, 12, 3, 12))
-    assert plan._is_sound(tuple({**at, **changed}.values())) is sound
+    assert plan._is_sound(tuple((at | changed)[name] for name in at), scratch) is sound
 
 
 def test_in_place_means_x_itself() -> None:

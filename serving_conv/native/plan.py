@@ -196,7 +196,11 @@ class Plan:
         x, weight, bias, state, out, offsets, slots, flags, counts, _, *of_step = addresses
         if (x | weight | bias | state | out) & 15:
             return False
-        written = ((state, self._state_extent), (out, self._out_extent), (scratch, self._scratch_extent))
+        written = (
+            (state, self._state_extent),
+            (out, self._out_extent),
+            (scratch, self._scratch_extent if scratch else 0),
+        )
         for read in zip((x, weight, bias, offsets, slots, flags, counts, *of_step), self._reads, strict=True):
             in_place = self._in_place and read[0] == x == out
             if any(_overlap(read, one) for one in written if not (in_place and one[0] == out)):

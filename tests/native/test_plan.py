@@ -171,7 +171,7 @@ def plan_of(reads: tuple[int, ...], *, in_place: bool = False) -> Plan:
         ({"out": 1024}, False),  # x itself, but not in place
         ({"scratch": 8192 + 124}, False),  # in out
         ({"scratch": 4096 - 60}, False),  # into the pool
-        ({"scratch": 16640 + 4}, False),  # in the flags
+        ({"scratch": 16640 - 60}, False),  # in the flags
         ({"scratch": 4096 - 64}, True),  # right before the pool
     ],
 )

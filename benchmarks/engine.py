@@ -3,9 +3,10 @@
     python -m benchmarks.engine --out engine.jsonl [--part timed|tokens]
 
 Every engine is a process of its own. Engines start together, for starting takes most of the time; the timed parts
-then run one after the other, with all other engines idle. `timed` runs each model stock and with the plugin. `tokens`
-runs them with the plugin with and without CUDA graphs, with speculation and with prefix caching, and compares tokens:
-between runs of ours they must be equal; against stock the first difference and its size in log probability is shown.
+then run one after the other, with all other engines idle. `timed` runs each model stock and with the plugin, with and
+without dependent launch. `tokens` runs them with the plugin with and without CUDA graphs, with speculation and with
+prefix caching, and compares tokens: between runs of ours they must be equal; against stock the first difference and
+its size in log probability is shown.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ class Run:
         options: of vllm.LLM.
         block_scale: see `engine_models.draw_weights`.
         first_configuration: no autotuning, for runs that compare tokens.
+        switches: more environment variables.
     """
 
     name: str
@@ -73,13 +75,19 @@ class Run:
     options: dict[str, Any] = field(default_factory=dict)
     block_scale: float = 1.0
     first_configuration: bool = False
+    switches: dict[str, str] = field(default_factory=dict)
 
 
 def _timed_runs(models: Iterable[str]) -> list[Run]:
+    kinds: tuple[tuple[str, bool, dict[str, str]], ...] = (
+        ("stock", False, {}),
+        ("plugin", True, {}),
+        ("plugin, no dependent launch", True, {"SERVING_CONV_DEPENDENT_LAUNCH": "0"}),
+    )
     return [
-        Run(f"{model} timed {'plugin' if plugin else 'stock'}", model, plugin, timed=True, options=OPTIONS)
+        Run(f"{model} timed {kind}", model, plugin, timed=True, options=OPTIONS, switches=switches)
         for model in models
-        for plugin in (False, True)
+        for kind, plugin, switches in kinds
     ]
 
 
@@ -124,7 +132,7 @@ class Wave:
         with (self._folder / f"{run.name}.log").open("w") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "benchmarks.engine_process", str(self._folder), run.name],
-                env=os.environ | switches,
+                env=os.environ | switches | run.switches,
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
@@ -180,7 +188,7 @@ def compare_tokens(ours: list[Any], theirs: list[Any]) -> dict[str, Any]:
     return {"equal": not differences, "differences": differences, "largest_logprob_difference": round(largest, 5)}
 
 
-def _ratios(model: str, stock: dict[str, Any], plugin: dict[str, Any]) -> Iterable[dict[str, Any]]:
+def _ratios(model: str, kind: str, stock: dict[str, Any], plugin: dict[str, Any]) -> Iterable[dict[str, Any]]:
     rows = [(f"prefill {row}", stock["prefill"][row], plugin["prefill"][row]) for row in stock["prefill"]]
     rows += [(f"decode {row}", stock["decode"][row], plugin["decode"][row]) for row in stock["decode"]]
     rows.append(("mixed 700 + 64", stock["mixed"], plugin["mixed"]))
@@ -188,6 +196,7 @@ def _ratios(model: str, stock: dict[str, Any], plugin: dict[str, Any]) -> Iterab
         yield {
             "what": "engine step",
             "model": model,
+            "method": kind,
             "row": row,
             "stock": theirs,
             "plugin": ours,
@@ -263,14 +272,17 @@ def _compare(model: str, by_name: dict[str, Any], write: Any, console: Console) 
             f"log probabilities within {compared['largest_logprob_difference']}",
             markup=False,
         )
-    if (both := pair(("timed stock", "timed plugin"))) is not None and "mixed" in both[1]:
-        for record in _ratios(model, *both):
+    for kind in ("plugin", "plugin, no dependent launch"):
+        if (both := pair(("timed stock", f"timed {kind}"))) is None:
+            continue
+        for record in _ratios(model, kind, *both):
             write(record)
             host = "" if record["host_ratio"] is None else f", host {record['host_ratio']:.2f}"
             before, after = (record[side]["conv_us"] for side in ("stock", "plugin"))
             console.print(
-                f"{model} {record['row']}: conv {before:.1f} -> {after:.1f} us ({record['conv_speedup']:.2f}x), "
-                f"kernels {record['kernel_ratio']:.3f}, wall {record['wall_ratio']:.3f}{host}",
+                f"{model} {kind}, {record['row']}: conv {before:.1f} -> {after:.1f} us "
+                f"({record['conv_speedup']:.2f}x), kernels {record['kernel_ratio']:.3f}, "
+                f"wall {record['wall_ratio']:.3f}{host}",
                 markup=False,
             )
     return right

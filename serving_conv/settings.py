@@ -7,6 +7,7 @@
 | `SERVING_CONV_CACHE` | a folder | keeps compiled kernels; unset: `serving_conv` in the user's cache folder |
 | `SERVING_CONV_VLLM` | `1` / `0` | 0: the vLLM plugin replaces nothing |
 | `SERVING_CONV_REPORT` | a folder | each engine worker keeps its counts there as JSON |
+| `SERVING_CONV_DEPENDENT_LAUNCH` | `1` / `0` | 0: a kernel starts when the one before has ended (sm_90 and up) |
 | `SERVING_CONV_HOST_FLAGS` | g++ flags | added when the `host` backend compiles, e.g. `-fsanitize=address` |
 | `CAUSAL_CONV1D_DETERMINISTIC` | a leading `1` / `0` | ordered sums in the training path; else torch decides |
 
@@ -37,6 +38,7 @@ class Settings:
         host_flags: more flags for the `host` backend's compiler.
         vllm: whether the vLLM plugin replaces anything.
         report_directory: where engine processes leave their counts, or None.
+        dependent_launch: kernels take part in programmatic dependent launch where the device has it.
     """
 
     backend: str | None = None
@@ -45,27 +47,32 @@ class Settings:
     host_flags: tuple[str, ...] = ()
     vllm: bool = True
     report_directory: Path | None = None
+    dependent_launch: bool = True
 
 
 def read_settings(environment: Mapping[str, str]) -> Settings:
     """Read the settings from a mapping like `os.environ`.
 
     Raises:
-        ContractError: `SERVING_CONV_DEBUG` or `SERVING_CONV_VLLM` is neither `0`, `1` nor empty.
+        ContractError: a switch (one with the values `1` / `0`) is neither of them nor empty.
     """
-    debug, vllm = environment.get("SERVING_CONV_DEBUG", ""), environment.get("SERVING_CONV_VLLM", "")
-    for name, value in (("SERVING_CONV_DEBUG", debug), ("SERVING_CONV_VLLM", vllm)):
+
+    def switch(name: str, default: bool) -> bool:
+        value = environment.get(name, "")
         if value not in ("", "0", "1"):
             raise ContractError(name, got=repr(value), wanted="1 or 0", remedy="unset it")
+        return value == "1" if value else default
+
     report = environment.get("SERVING_CONV_REPORT")
     user_cache = environment.get("XDG_CACHE_HOME") or os.path.join(environment.get("HOME", "/tmp"), ".cache")
     return Settings(
         backend=environment.get("SERVING_CONV_BACKEND") or None,
-        debug=debug == "1",
+        debug=switch("SERVING_CONV_DEBUG", False),
         cache_directory=Path(environment.get("SERVING_CONV_CACHE") or os.path.join(user_cache, "serving_conv")),
         host_flags=tuple(shlex.split(environment.get("SERVING_CONV_HOST_FLAGS", ""))),
-        vllm=vllm != "0",
+        vllm=switch("SERVING_CONV_VLLM", True),
         report_directory=Path(report) if report else None,
+        dependent_launch=switch("SERVING_CONV_DEPENDENT_LAUNCH", True),
     )
 
 

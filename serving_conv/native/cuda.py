@@ -135,7 +135,7 @@ class Kernel:
         self.call = driver.cuLaunchKernelEx
         self.function = check_status(driver.cuKernelGetFunction(driver.CUkernel(int(self._kernel.handle))))
         self._threads = variant.threads
-        self._dependent_launch = major >= 9
+        self._dependent_launch = major >= 9 and SETTINGS.dependent_launch
         self._config = self.new_config((1, 1, 1))
         self._buffer = ctypes.create_string_buffer(BACKWARD_PACKER.size)  # the longest block there is
         self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self._buffer))

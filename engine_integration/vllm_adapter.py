@@ -101,9 +101,9 @@ class _Signature:
         null = self.defaults.get("null_block_id", NULL_BLOCK)
         self.null_block = NO_PADDING if null is None else null
         self.activation = self.defaults.get("activation")
-        # Update functions with this argument (the CPU build's) let it replace the null block; prefill's only marks
-        # unused entries of vLLM's block map.
-        self.pads_by_slot = kind == "update" and "pad_slot_id" in names
+        # Functions without a null block (the CPU build's) let this argument say which slot is padding; beside one it
+        # only marks unused entries of vLLM's block map.
+        self.pads_by_slot = "pad_slot_id" in names and "null_block_id" not in names
 
     def bind(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
         call = dict(zip(self.positional, arguments, strict=False))
@@ -187,6 +187,7 @@ def _prefill(signature: _Signature, call: dict[str, Any], unpack: Any) -> Tensor
     if x.ndim != 2:
         raise _CannotView(f"x with {x.ndim} axes")
     sequences = offsets.shape[0] - 1
+    indices = call.get("cache_indices")
     activation, null_block = signature.common(call)
     flags = call.get("has_initial_state")
     if flags is not None and flags.shape[0] > sequences:
@@ -196,11 +197,11 @@ def _prefill(signature: _Signature, call: dict[str, Any], unpack: Any) -> Tensor
         _weight(call["weight"], unpack),
         pool,
         offsets,
-        _slots(call.get("cache_indices"), sequences, x.device),
+        _slots(indices, sequences, x.device),
         flags,
         bias=call.get("bias"),
         activation=activation,
-        pad_slot_id=null_block,
+        pad_slot_id=NO_PADDING if indices is None else null_block,
     ).transpose(0, 1)
 
 
@@ -287,7 +288,7 @@ def _update(signature: _Signature, call: dict[str, Any], unpack: Any, in_place: 
         bias=call.get("bias"),
         activation=activation,
         out=out,
-        pad_slot_id=null_block,
+        pad_slot_id=NO_PADDING if indices is None else null_block,
     )
     if result is not None:
         return result
@@ -313,7 +314,7 @@ def _packed(x: Tensor, channels_last: bool) -> Tensor:
 
 
 def _slots(indices: Tensor | None, sequences: int, device: torch.device) -> Tensor:
-    if indices is None:
+    if indices is None:  # sequence i has slot i, slot 0 too
         return torch.arange(sequences, dtype=torch.int32, device=device)
     if indices.ndim == 2:  # a block table: the state is in the first block
         indices = indices[:, 0]

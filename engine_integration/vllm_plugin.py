@@ -1,7 +1,8 @@
-"""The vLLM plugin: puts the operator in the place of vLLM's causal conv1d functions, in every process of the engine.
+"""The vLLM plugin: puts the operator in the place of vLLM's causal conv1d functions, in every process that has them.
 
-vLLM calls `register` in the API server, the engine core, every worker and the process that inspects models, some of
-them more than once. Nothing here creates a CUDA context, and no failure here may stop an engine.
+The entry point, `serving_conv_vllm`, calls `register` where a layer that convolves is imported: in workers and in the
+process that inspects models, in some of them more than once. Nothing here creates a CUDA context, and no failure here
+may stop an engine.
 """
 
 from __future__ import annotations
@@ -31,12 +32,15 @@ _CPU_CONV = f"{_OPS}.cpu.causal_conv1d"
 _CPU_GDN = f"{_OPS}.cpu.gdn_attention"
 _METADATA = "vllm.v1.attention.backends.utils"
 
+# Every attribute that was replaced, with what it was.
+_UNDO: list[tuple[Any, str, Any]] = []
+
 # Child of vLLM's logger, so that its handlers and its level apply.
 logger = logging.getLogger("vllm.serving_conv")
 
 
 def register() -> None:
-    """Replace what can be replaced; idempotent. The entry point in the group `vllm.general_plugins`."""
+    """Replace what can be replaced, now, or nothing if something unforeseen fails; idempotent."""
     COUNTERS.logger = logger
     if not SETTINGS.vllm:
         logger.info("serving_conv: off (SERVING_CONV_VLLM=0)")
@@ -44,12 +48,15 @@ def register() -> None:
     try:
         _register()
     except Exception:
+        while _UNDO:
+            setattr(*_UNDO.pop())
+        COUNTERS.functions.clear()
         logger.exception("serving_conv: nothing replaced, vLLM runs its own functions")
 
 
 def _register() -> None:
     public = importlib.import_module(f"{_OPS}.causal_conv1d")
-    if hasattr(public.causal_conv1d_fn, "serving_conv_original"):
+    if hasattr(getattr(public, "causal_conv1d_fn", None), "serving_conv_original"):
         return
     from vllm.platforms import current_platform
 
@@ -123,7 +130,10 @@ def _remember_packed_weights() -> Callable[[Tensor], Tensor | None]:
 
 def _replace(module: Any, name: str, adapt: Callable[..., Any]) -> bool:
     """Put an adapter in a function's place, wherever vLLM has imported it already."""
-    original = getattr(module, name)
+    original = getattr(module, name, None)
+    if original is None:
+        COUNTERS.kept[name] = "not in this vLLM"
+        return False
     if hasattr(original, "serving_conv_original"):
         return True  # the same function under its other name
     try:
@@ -136,6 +146,7 @@ def _replace(module: Any, name: str, adapt: Callable[..., Any]) -> bool:
         if getattr(other, "__name__", "").split(".")[0] == module.__name__.split(".")[0]:
             for attribute, value in list(vars(other).items()):
                 if value is original:
+                    _UNDO.append((other, attribute, original))
                     setattr(other, attribute, adapted)
     return True
 

@@ -3,19 +3,24 @@
     python drive_engines.py JOBS.json RESULTS
 
 vLLM is imported once and each engine runs in a fork of that process. A job is an object with `name`, `model` (a
-folder), `prompts` (lists of token ids, by a name), and optionally `environment`, `options` (of vllm.LLM), `tokens`,
-`fault` (spoil every convolution), `speculative_state` (see state_update.py), `scores` (score the prompts too). Its
-result is RESULTS/NAME.json.
+folder), `prompts` (lists of token ids, by a name; those named `alone` run one after another), and optionally
+`environment`, `options` (of vllm.LLM), `tokens`, `fault` (spoil every convolution), `speculative_state` (see
+state_update.py), `scores` (score the prompts too), `three_processes` (front end, engine core and worker, vLLM's
+default; the prompts run twice, the second time with vLLM's own functions put back in the worker). Its result is
+RESULTS/NAME.json.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 COMMON = {
@@ -35,6 +40,9 @@ OPTIONS = {
     "seed": 0,
     "disable_log_stats": False,
 }
+
+
+THREE_PROCESSES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
 
 
 def watch(job: dict[str, Any], seen: dict[str, int]) -> None:
@@ -63,6 +71,27 @@ def watch(job: dict[str, Any], seen: dict[str, int]) -> None:
     vllm_adapter.causal_conv1d_fn, vllm_adapter.causal_conv1d_update = watched_prefill, watched_update
 
 
+def tell(worker: Any) -> dict[str, Any]:
+    """In a worker: its report, and which processes it and the engine core are."""
+    from serving_conv import engine_report
+
+    return {**json.loads(engine_report().to_json()), "engine core": os.getppid()}
+
+
+def put_back(worker: Any) -> int:
+    """In a worker: every replaced function of vLLM in its place again, as if there were no plugin."""
+    replaced = [
+        (module, name, value.serving_conv_original)
+        for module in list(sys.modules.values())
+        if getattr(module, "__name__", "").startswith("vllm.")
+        for name, value in list(vars(module).items())
+        if isinstance(value, FunctionType) and hasattr(value, "serving_conv_original")
+    ]
+    for module, name, original in replaced:
+        setattr(module, name, original)
+    return len(replaced)
+
+
 def run(job: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
@@ -77,7 +106,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         ),
         0,
     )
-    watch(job, seen)
+    if not job.get("three_processes"):  # the model runs elsewhere then
+        watch(job, seen)
     if job.get("speculative_state"):
         sys.path.insert(0, str(Path(__file__).parent))
         import state_update
@@ -92,14 +122,27 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, **options)
         return llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
 
+    def answers(name: str, prompts: list[list[int]]) -> list[list[int]]:
+        batches = [[prompt] for prompt in prompts] if name == "alone" else [prompts]
+        outputs = [output for batch in batches for output in generate(batch, job.get("tokens", 16))]
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
     for name, prompts in job["prompts"].items():
-        outputs = generate(prompts, job.get("tokens", 16))
-        result["tokens"][name] = [list(output.outputs[0].token_ids) for output in outputs]
+        result["tokens"][name] = answers(name, prompts)
         if job.get("scores"):
             scored = generate(prompts, 1, prompt_logprobs=0)
             result["scores"][name] = [
                 [next(iter(position.values())).logprob for position in output.prompt_logprobs[1:]] for output in scored
             ]
+    if job.get("three_processes"):
+        with_plugin = llm.collective_rpc(tell)
+        llm.collective_rpc(put_back)
+        result["tokens without"] = {name: answers(name, prompts) for name, prompts in job["prompts"].items()}
+        result["workers"], result["workers without"] = with_plugin, llm.collective_rpc(tell)
+        result["front"] = os.getpid()
+        llm.llm_engine.engine_core.shutdown()
+        result["seconds to generate"] = round(time.perf_counter() - ready, 1)
+        return result
     report = serving_conv.engine_report()
     result |= {
         "seconds to generate": round(time.perf_counter() - ready, 1),
@@ -124,9 +167,11 @@ def main() -> None:
     for job in jobs:
         child = os.fork()
         if child == 0:
+            os.setpgid(0, 0)
             log = os.open(results / f"{job['name']}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(log, 1)
             os.dup2(log, 2)
+            os.environ.update(THREE_PROCESSES if job.get("three_processes") else {})
             os.environ.update(job.get("environment", {}))
             try:
                 result = run(job)
@@ -134,7 +179,11 @@ def main() -> None:
                 result = {"error": traceback.format_exc()}
             (results / f"{job['name']}.json").write_text(json.dumps(result))
             os._exit(0)
+        started = time.perf_counter()
         os.waitpid(child, 0)
+        print(f"{job['name']}: {time.perf_counter() - started:.1f} s", flush=True)
+        with suppress(ProcessLookupError):  # what an engine of three processes has left behind, if it failed
+            os.killpg(child, signal.SIGKILL)
 
 
 if __name__ == "__main__":

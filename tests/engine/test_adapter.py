@@ -335,3 +335,76 @@ def test_an_update_with_a_padding_slot_of_its_own_uses_it() -> None:
         )
         got = conv(x, state, weight, conv_state_indices=slots(0, 3), pad_slot_id=given)
         assert torch.equal(got, expected) and torch.equal(state, again)
+
+
+def test_prefill_with_a_padding_slot_of_its_own_uses_it() -> None:
+    # The CPU build's has no null block; vLLM's tests of before 0.23 give -1 there, with slot 0 live.
+    conv = prefill_adapter(fn_cpu, "fn")
+    weight, _ = weights()
+    rows, offsets, indices = torch.randn(7, C), slots(0, 4, 5, 7), slots(3, 0, -1)
+    for options, padding in (({}, 0), ({"pad_slot_id": -1}, -1)):
+        state = pool()
+        again = state.clone(memory_format=torch.preserve_format)
+        expected = serving_conv.causal_conv1d_fn(rows[:5], weight, again, offsets[:3], indices[:2], pad_slot_id=padding)
+        got = conv(rows.t(), weight, None, state, offsets, indices, **options).t()
+        assert torch.equal(got[:5], expected) and torch.equal(state, again)
+        assert not got[5:].any()
+
+
+def test_without_indices_sequences_have_the_slots_of_their_numbers() -> None:
+    weight, bias = weights()
+    rows, state, offsets = torch.randn(5, C), pool(), slots(0, 3, 5)
+    again = state.clone(memory_format=torch.preserve_format)
+    expected = serving_conv.causal_conv1d_fn(rows, weight, again, offsets, slots(0, 1), bias=bias)
+    assert torch.equal(prefill_adapter(fn_033, "fn")(rows.t(), weight, bias, state, offsets).t(), expected)
+    expected = serving_conv.causal_conv1d_update(rows[:2].clone(), weight, again, slots(0, 1), bias=bias)
+    assert torch.equal(update_adapter(update_033, "update")(rows[:2].clone(), state, weight, bias, "silu"), expected)
+    assert torch.equal(state, again)
+
+
+def test_arguments_of_prefix_caching_that_are_absent_or_say_nothing_alone_are_no_reason_to_fall_back() -> None:
+    # vLLM 0.26 gives all of them, with None and the block size, where the cache mode is not `all`.
+    weight, bias = weights()
+    none = dict.fromkeys(("block_idx_first_scheduled_token", "block_idx_last_scheduled_token", "initial_state_idx"))
+    conv = prefill_adapter(fn_026, "fn")
+    conv(
+        torch.randn(4, C).t(), weight, bias, activation="silu", conv_states=pool(), has_initial_state=None,
+        cache_indices=slots(1), num_computed_tokens=None, block_size_to_align=1056, metadata=SimpleNamespace(),
+        query_start_loc=slots(0, 4), **none,
+    )  # fmt: skip
+    update_adapter(update_026, "update")(
+        torch.randn(1, C), pool(), weight, bias, "silu", conv_state_indices=slots(1, 2)[:, None][:1],
+        block_idx_last_scheduled_token=None, initial_state_idx=None, num_accepted_tokens=None, query_start_loc=None,
+        max_query_len=1,
+    )  # fmt: skip
+    report = serving_conv.engine_report()
+    assert (report.calls, report.fallbacks) == (2, 0)
+
+
+@pytest.mark.parametrize("accepted", [0, 4])
+def test_an_impossible_accepted_count_gives_zeros_and_touches_nothing(accepted: int) -> None:
+    # As a fork's tests of vLLM's own kernel demand it; three axes, drafts, `out` given.
+    weight, _ = weights()
+    rows, state = torch.randn(1, 3, C), torch.randn(3, W - 1 + 2, C).transpose(1, 2)
+    before, out = state.clone(), torch.full_like(rows, torch.nan)
+    got = update_adapter(update_033, "update")(
+        rows.transpose(1, 2), state, weight, conv_state_indices=slots(1), num_accepted_tokens=slots(accepted),
+        out=out.transpose(1, 2),
+    )  # fmt: skip
+    assert got.shape == (1, C, 3) and not got.any() and not out.any()
+    assert torch.equal(state, before)
+
+
+def test_torch_compile_traces_through_the_adapters() -> None:
+    conv, update = prefill_adapter(fn_033, "fn"), update_adapter(update_033, "update")
+    weight, bias = weights()
+
+    def step(x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        y = conv(x.t(), weight, bias, state, slots(0, 2, 5), slots(1, 2), torch.tensor([True, False])).t()
+        return 2 * update(y[:2].clone(), state, weight, bias, "silu", conv_state_indices=slots(2, 0))
+
+    x, state = torch.randn(5, C), pool()
+    again = state.clone(memory_format=torch.preserve_format)
+    expected = step(x, again)
+    assert torch.equal(torch.compile(step, fullgraph=True, backend="aot_eager")(x, state), expected)
+    assert torch.equal(state, again)

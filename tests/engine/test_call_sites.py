@@ -1,13 +1,15 @@
-"""The table of vLLM's call sites: complete for every vLLM at hand, and shown in the README as it is."""
+"""The table of vLLM's call sites: complete for every vLLM at hand, and in the README; signatures are understood."""
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 from pathlib import Path
 
 import pytest
 from serving_conv.engine_integration.call_sites import CALL_SITES, find_call_sites, markdown_table
+from serving_conv.engine_integration.vllm_adapter import prefill_adapter, update_adapter
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,6 +29,19 @@ def test_every_call_site_of_vllm_has_a_row(folder: Path | None) -> None:
     assert len(found) > 10, "the search finds nothing: has vLLM moved its layers?"
     missing = found - {(site.module, site.function) for site in CALL_SITES}
     assert not missing, f"call sites without a row in CALL_SITES: {sorted(missing)}"
+
+
+@pytest.mark.parametrize("folder", vllm_folders() or [None])
+def test_the_adapters_understand_vllms_signatures(folder: Path | None) -> None:
+    if folder is None:
+        pytest.skip("no vLLM is installed here, and VLLM_FOLDERS names none")
+    module = ast.parse((folder / "model_executor/layers/mamba/ops/causal_conv1d.py").read_text())
+    names = {"NULL_BLOCK_ID": 0, "PAD_SLOT_ID": -1}  # what their defaults are
+    for adapt, name in ((prefill_adapter, "causal_conv1d_fn"), (update_adapter, "causal_conv1d_update")):
+        (function,) = (node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == name)
+        function.body, function.decorator_list = [ast.Pass()], []
+        exec("from __future__ import annotations\n" + ast.unparse(function), names)
+        adapt(names[name], name)
 
 
 def test_the_search_sees_aliases_attributes_and_inner_imports(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ def prompts(lengths: tuple[int, ...], *, motif: int | None = None) -> list[list[
 
 
 TOGETHER = prompts((1, 2, 3, 7, 17, 40, 100, 300))
+ALONE = TOGETHER[:-1]
 MOTIFS = prompts((6, 12, 20, 33, 40, 60, 90), motif=5)
 
 # What `serving-conv run` sends; token id N is the word tN.
@@ -43,17 +44,23 @@ def jobs(models: Path) -> list[dict[str, Any]]:
     def job(name: str, model: str, **more: Any) -> dict[str, Any]:
         return {"name": name, "model": str(models / model), "prompts": {"together": TOGETHER}, **more}
 
+    both = {"together": TOGETHER, "alone": ALONE}
     plain = [
-        job(f"{model}{suffix}", model, environment=environment)
+        job(f"{model}{suffix}", model, prompts=both, environment=environment)
         for model in FLOAT32
         for suffix, environment in (("", {}), (" off", OFF))
         if model != "granite" or suffix
     ]
     return [
-        job("granite", "granite", prompts={"together": TOGETHER, "server": SERVER}),
+        job("granite", "granite", prompts={**both, "server": SERVER}),
         job("repeats", "repeats", prompts={"motifs": MOTIFS}, tokens=48),
         job("repeats faulty", "repeats", prompts={"motifs": MOTIFS}, tokens=48, fault=True),
         *plain,
+        # Alone: requests reach a separate engine core one by one, so that what a step batches differs from run to run.
+        *(
+            job(f"{model} in three processes", model, prompts={"alone": ALONE}, three_processes=True)
+            for model in FLOAT32
+        ),
         job("granite faulty", "granite", fault=True),
         job("granite reference", "granite", environment={"SERVING_CONV_BACKEND": "reference"}),
         job(
@@ -114,6 +121,19 @@ def test_greedy_tokens_are_those_of_vllms_own(results: dict[str, Any], model: st
     got = [tokens[:16] for tokens in with_plugin["tokens"]["together"]]
     assert got == without["tokens"]["together"]
     assert len({tuple(tokens) for tokens in got}) == len(got), "prompts do not matter: the test sees nothing"
+
+
+@pytest.mark.parametrize("model", FLOAT32)
+def test_three_processes_give_the_tokens_of_one(results: dict[str, Any], model: str) -> None:
+    # With the plugin, then with vLLM's own functions put back in the same worker; against an engine without a plugin.
+    three, expected = sound(results, f"{model} in three processes"), sound(results, f"{model} off")["tokens"]["alone"]
+    assert three["tokens"]["alone"] == expected
+    assert three["tokens without"]["alone"] == expected
+    assert sound(results, model)["tokens"]["alone"] == expected
+    (worker,), (later,) = three["workers"], three["workers without"]
+    assert len({three["front"], worker["engine core"], worker["process"]}) == 3
+    assert worker["calls"] > 0 and worker["fallbacks"] == 0
+    assert later["calls"] == worker["calls"], "vLLM's own functions were not back: the second run proves nothing"
 
 
 def test_the_compiled_kernels_run_and_were_loaded_ahead(results: dict[str, Any]) -> None:

@@ -124,3 +124,30 @@ assert not _loaded
 """
     done = python(code, TRITON_INTERPRET="1", SERVING_CONV_BACKEND="triton")
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.gpu
+def test_a_graph_captures_after_warm_up() -> None:
+    code = """
+import pytest, torch, serving_conv
+x, weight = torch.randn(4, 64, device="cuda"), torch.randn(64, 4, device="cuda")
+pool = torch.zeros(5, 64, 3, device="cuda")
+slots = torch.arange(4, dtype=torch.int32, device="cuda")
+serving_conv.device_fault("cuda")
+
+
+def capture():
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        serving_conv.causal_conv1d_update(x, weight, pool, slots, out=x)
+    return graph
+
+
+with pytest.raises(serving_conv.CaptureError):
+    capture()
+assert serving_conv.warmup(64, dtype=torch.float32, bias=False, layout="positions") == 6
+capture().replay()
+torch.cuda.synchronize()
+"""
+    done = python(code, SERVING_CONV_BACKEND="triton")
+    assert done.returncode == 0, done.stderr[-3000:]

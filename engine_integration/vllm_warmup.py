@@ -14,8 +14,7 @@ from torch import Tensor
 from serving_conv.backends import choose_backend
 from serving_conv.contract import MAX_WIDTH, MIN_WIDTH
 from serving_conv.engine_report import COUNTERS
-from serving_conv.native import host
-from serving_conv.warmup import model_variants, warmup
+from serving_conv.warmup import warmup
 
 __all__ = ["Convolution", "find_convolutions", "load_kernels"]
 
@@ -121,13 +120,8 @@ def load_kernels(vllm_config: Any) -> int:
             "layout": "channels" if convolution.channels_contiguous else "positions",
             "draft_tokens": convolution.positions - (convolution.width - 1),
         }
-        backend = choose_backend(convolution.device).name
-        if backend == "cuda":
+        if choose_backend(convolution.device).name != "reference":
             loaded += warmup(convolution.channels, **traits, device=convolution.device)
-        elif backend == "host":
-            for variant in model_variants(convolution.channels, **traits, multiprocessors=host.MULTIPROCESSORS):
-                host.load_variant(variant)
-                loaded += 1
     if loaded:
         COUNTERS.kernels_loaded += loaded
         logger.info("serving_conv: %d kernels ready in %.1f s", loaded, time.perf_counter() - started)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
 
+from serving_conv.backends import choose_backend
 from serving_conv.contract import FLOAT_TYPES, MAX_WIDTH, MIN_WIDTH, state_positions
 from serving_conv.errors import BackendError, ContractError
+from serving_conv.native import cuda, host
 from serving_conv.native.call import Traits, variant_of
 from serving_conv.native.config import choose_prefill, choose_update
-from serving_conv.native.cuda import CudaBackend, compile_variant, load_variant
 from serving_conv.native.variant import CHANNELS_CONTIGUOUS, POSITIONS_DENSE, Variant
+from serving_conv.ops import causal_conv1d_fn, causal_conv1d_update
 
 __all__ = ["model_variants", "warmup"]
 
@@ -35,7 +39,7 @@ def model_variants(
     multiprocessors: int = _ASSUMED_MULTIPROCESSORS,
     capability: int = 90,
 ) -> list[Variant]:
-    """Every kernel that calls of one layer can run, whatever their number of rows and sequences.
+    """Every CUDA kernel that calls of one layer can run, whatever their number of rows and sequences.
 
     `causal_conv1d_step` runs prefill's kernels while it names neither drafts nor checkpoints; `steps` adds the others.
 
@@ -56,16 +60,7 @@ def model_variants(
     Raises:
         ContractError: a value outside the contract.
     """
-    if channels < 1:
-        raise ContractError("channels", got=channels, wanted="1 or more")
-    if not MIN_WIDTH <= width <= MAX_WIDTH:
-        raise ContractError("width", got=width, wanted=f"{MIN_WIDTH} to {MAX_WIDTH} taps")
-    if layout not in ("channels", "positions"):
-        raise ContractError("layout", got=repr(layout), wanted="'channels' or 'positions'")
-    names = [str(kind or dtype).removeprefix("torch.") for kind in (dtype, weight_dtype, state_dtype, weight_dtype)]
-    for name in names:
-        if name not in FLOAT_TYPES:
-            raise ContractError("dtype", got=name, wanted=" or ".join(FLOAT_TYPES))
+    names = _checked(channels, width, layout, dtype, weight_dtype, state_dtype)
     simple = layout == "channels"
     x_bytes = dtype.itemsize
 
@@ -74,7 +69,7 @@ def model_variants(
             x=names[0],
             weight=names[1],
             state=names[2],
-            bias=names[3],
+            bias=names[1],
             width=width,
             layout=CHANNELS_CONTIGUOUS if simple else POSITIONS_DENSE,
             positions=state_positions(width, draft_tokens),
@@ -144,7 +139,8 @@ def warmup(
     """Load every kernel that one layer's calls can run; see `model_variants` for the arguments.
 
     Call it once for each distinct layer. Contiguous tensors as torch allocates them are assumed; a call with odd
-    addresses or strides may still need one more kernel.
+    addresses or strides may still need one more kernel. Where the Triton backend serves, whose kernels its own cache
+    keeps, each is run once on zeros.
 
     Args:
         channels: of the convolution on this rank.
@@ -156,9 +152,9 @@ def warmup(
         activation: as in the entries.
         layout: of the pool.
         draft_tokens: 0 without speculation.
-        steps: also what `causal_conv1d_step` runs with drafts or checkpoints.
-        device: where to load; ignored with `architecture`.
-        architecture: as `sm_90`: only compile into the disk cache, which needs no GPU.
+        steps: also what `causal_conv1d_step` runs with drafts or checkpoints; the Triton backend has neither.
+        device: where to load, for the backend that serves it; ignored with `architecture`.
+        architecture: as `sm_90`: only compile the CUDA kernels into the disk cache, which needs no GPU.
         progress: called with (kernels done, kernels in all).
 
     Returns:
@@ -166,47 +162,125 @@ def warmup(
 
     Raises:
         ContractError: a value outside the contract.
-        BackendError: no CUDA device, no cuda-python, or a compilation that fails.
+        BackendError: no such device, a backend without kernels, or a compilation that fails.
     """
+    traits: dict[str, Any] = {
+        "width": width,
+        "dtype": dtype,
+        "weight_dtype": weight_dtype,
+        "state_dtype": state_dtype,
+        "bias": bias,
+        "activation": activation,
+        "layout": layout,
+        "draft_tokens": draft_tokens,
+    }
+    variants = partial(model_variants, channels, **traits, steps=steps)
     target = torch.device(device)
-    multiprocessors = _ASSUMED_MULTIPROCESSORS
+    loads: list[Callable[[], object]]
     if architecture is not None:
-        capability = _capability(architecture)
+        found = variants(capability=_capability(architecture))
+        loads = [partial(cuda.compile_variant, variant, architecture) for variant in found]
     else:
-        if not torch.cuda.is_available() or not CudaBackend().supports(target):
-            raise BackendError(
-                "device",
-                got=str(target),
-                wanted="an NVIDIA GPU of sm_80 or later, with cuda-core and cuda-bindings installed",
-                remedy="give architecture='sm_90' to compile into the disk cache without a GPU",
+        target, backend = _served(target)
+        if backend == "cuda":
+            properties = torch.cuda.get_device_properties(target)
+            found = variants(
+                multiprocessors=properties.multi_processor_count, capability=10 * properties.major + properties.minor
             )
-        properties = torch.cuda.get_device_properties(target)
-        multiprocessors = properties.multi_processor_count
-        capability = 10 * properties.major + properties.minor
-    variants = model_variants(
-        channels,
-        width=width,
-        dtype=dtype,
-        weight_dtype=weight_dtype,
-        state_dtype=state_dtype,
-        bias=bias,
-        activation=activation,
-        layout=layout,
-        draft_tokens=draft_tokens,
-        steps=steps,
-        multiprocessors=multiprocessors,
-        capability=capability,
-    )
-    for done, variant in enumerate(variants):
-        if progress is not None:
-            progress(done, len(variants))
-        if architecture is not None:
-            compile_variant(variant, architecture)
+            loads = [partial(cuda.load_variant, variant, target.index) for variant in found]
+        elif backend == "host":
+            found = variants(multiprocessors=host.MULTIPROCESSORS)
+            loads = [partial(host.load_variant, variant) for variant in found]
         else:
-            load_variant(variant, torch.cuda.current_device() if target.index is None else target.index)
+            loads = list(_first_calls(channels, **traits, device=target))
+    for done, load in enumerate(loads):
+        if progress is not None:
+            progress(done, len(loads))
+        load()
     if progress is not None:
-        progress(len(variants), len(variants))
-    return len(variants)
+        progress(len(loads), len(loads))
+    return len(loads)
+
+
+def _served(target: torch.device) -> tuple[torch.device, str]:
+    """The device with its index, and the name of the backend whose kernels are loaded there."""
+    if target.type == "cpu" or (target.type in ("cuda", "xpu") and getattr(torch, target.type).is_available()):
+        target = torch.empty(0, device=target).device
+        backend = choose_backend(target).name
+        if backend != "reference":
+            return target, backend
+        why = "which the reference serves, without kernels"
+    else:
+        why = "which torch does not see"
+    raise BackendError(
+        "device",
+        got=f"{target}, {why}",
+        wanted="an NVIDIA GPU of sm_80 or later, with cuda-core and cuda-bindings installed, or one that Triton serves",
+        remedy="give architecture='sm_90' to compile into the disk cache without a GPU",
+    )
+
+
+def _first_calls(
+    channels: int,
+    *,
+    width: int,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype | None,
+    state_dtype: torch.dtype | None,
+    bias: bool,
+    activation: str | None,
+    layout: str,
+    draft_tokens: int,
+    device: torch.device,
+) -> Iterator[Callable[[], object]]:
+    """Calls of one token that together run each Triton kernel of a layer.
+
+    Triton compiles for types, for which arguments are absent, for the alignment of addresses, and for constants that
+    follow from the channels and the pool's layout: never for a number of rows, sequences or slots.
+    """
+    _checked(channels, width, layout, dtype, weight_dtype, state_dtype)
+
+    def zeros(*shape: int, kind: torch.dtype | None = None) -> torch.Tensor:
+        return torch.zeros(shape, dtype=kind or dtype, device=device)
+
+    def number(value: int) -> torch.Tensor:
+        return torch.full((1,), value, dtype=torch.int32, device=device)
+
+    pool = zeros(2, state_positions(width, draft_tokens), channels, kind=state_dtype).transpose(1, 2)
+    if layout == "positions":
+        pool = pool.contiguous()
+    x, weight, slots = zeros(1, channels), zeros(channels, width, kind=weight_dtype), number(1)
+    offsets = torch.tensor([0, 1], dtype=torch.int32, device=device)
+    options: dict[str, Any] = {"activation": activation, "bias": zeros(channels, kind=weight_dtype) if bias else None}
+    for flags in (None, slots > 0):
+        options["has_initial_state"] = flags
+        for counts in (None, number(1)) if draft_tokens else (None,):
+            options["num_accepted_tokens"] = counts
+            yield partial(causal_conv1d_fn, x, weight, pool, offsets, slots, **options)
+            for packed in (None, offsets):
+                yield partial(causal_conv1d_update, x, weight, pool, slots, cu_seqlens=packed, **options)
+
+
+def _checked(
+    channels: int,
+    width: int,
+    layout: str,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype | None,
+    state_dtype: torch.dtype | None,
+) -> tuple[str, str, str]:
+    """Names of the types of x, of weight and bias, and of the pool, once every value is within the contract."""
+    if channels < 1:
+        raise ContractError("channels", got=channels, wanted="1 or more")
+    if not MIN_WIDTH <= width <= MAX_WIDTH:
+        raise ContractError("width", got=width, wanted=f"{MIN_WIDTH} to {MAX_WIDTH} taps")
+    if layout not in ("channels", "positions"):
+        raise ContractError("layout", got=repr(layout), wanted="'channels' or 'positions'")
+    x, weight, state = (str(kind or dtype).removeprefix("torch.") for kind in (dtype, weight_dtype, state_dtype))
+    for name in (x, weight, state):
+        if name not in FLOAT_TYPES:
+            raise ContractError("dtype", got=name, wanted=" or ".join(FLOAT_TYPES))
+    return x, weight, state
 
 
 def _capability(architecture: str) -> int:

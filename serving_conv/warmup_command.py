@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from serving_conv.backends import choose_backend
 from serving_conv.contract import FLOAT_TYPES
 from serving_conv.errors import ContractError
 from serving_conv.settings import SETTINGS
@@ -27,6 +28,15 @@ def _dtype(name: str, option: str) -> torch.dtype:
     return kind
 
 
+def _cache(device: str, architecture: str | None) -> str:
+    """Where the compiled kernels are kept."""
+    if architecture is None and choose_backend(torch.empty(0, device=device).device).name == "triton":
+        import triton
+
+        return str(triton.knobs.cache.dir)
+    return str(SETTINGS.cache_directory)
+
+
 def warmup(
     channels: Annotated[int, typer.Argument(help="Channels of the convolution on one rank.")],
     width: Annotated[int, typer.Option(help="Taps.")] = 4,
@@ -38,8 +48,9 @@ def warmup(
     layout: Annotated[str, typer.Option(help="What is contiguous in the pool: channels or positions.")] = "channels",
     draft_tokens: Annotated[int, typer.Option(help="Draft tokens of a speculative step.")] = 0,
     steps: Annotated[bool, typer.Option("--steps", help="Also mixed steps with drafts or checkpoints.")] = False,
+    device: Annotated[str, typer.Option(help="As cuda:1 or xpu: whose backend's kernels to load.")] = "cuda",
     architecture: Annotated[
-        str | None, typer.Option(help="As sm_90: only compile into the disk cache; needs no GPU.")
+        str | None, typer.Option(help="As sm_90: only compile CUDA kernels into the disk cache; needs no GPU.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -59,13 +70,13 @@ def warmup(
             layout=layout,
             draft_tokens=draft_tokens,
             steps=steps,
+            device=device,
             architecture=architecture,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
     seconds = time.perf_counter() - started
+    cache = _cache(device, architecture)
     if as_json:
-        typer.echo(
-            json.dumps({"kernels": kernels, "seconds": round(seconds, 3), "cache": str(SETTINGS.cache_directory)})
-        )
+        typer.echo(json.dumps({"kernels": kernels, "seconds": round(seconds, 3), "cache": cache}))
     else:
-        typer.echo(f"{kernels} kernels ready in {seconds:.1f} s, cached in {SETTINGS.cache_directory}")
+        typer.echo(f"{kernels} kernels ready in {seconds:.1f} s, cached in {cache}")

@@ -25,7 +25,7 @@ TESTS = Path(__file__).resolve().parents[1]
         ("test_prefill.py", "test_grid or test_window_is_made", 60),
         ("test_update.py", "test_grid or count or speculative_width_2 or tokens_beyond", 110),
         # Left to GPUs: what only repeats these, and the drawn mixtures.
-        ("test_step_entry.py", "linear or half or eight or positions or plain or bad or hostile or fit", 20),
+        ("test_step_entry.py", "linear or half or eight or bad or hostile or fit", 19),
     ],
 )
 def test_conformance(file: str, chosen: str, least: int) -> None:

@@ -1,12 +1,25 @@
-"""Triton kernels of packed prefill and of decode and speculative steps. Importing this needs triton.
+"""Triton kernels of packed steps (prompt chunks, decode rows, drafts) and of decode and speculative steps.
 
-A program owns a tile of channels and either packed rows (prefill) or one sequence (update). Device values are never
-trusted: the order of the tests is that of `serving_conv.reference`. Whoever reads a slot's old window also writes
-the new one, behind a barrier, since Triton may give a load and a store of one address to different threads.
+A value is a vector over a tile of channels, `[CHANNELS]`, and a program holds one such vector for each row. With four
+channels of 16 bits a thread, every access to a row is one word of eight bytes, and no value moves between threads. Time
+lies in tuples that the compiler unrolls, so the window of the last W-1 inputs is a renaming of registers: a row is
+loaded once, however many taps meet it.
 
-Sizes and strides are plain values: nothing about them is compiled in. `VEC` is what the host found to divide the
-channels and the strides; those arrive divided by it.
+Device values are never trusted: the order of the tests is that of `serving_conv.reference`. Whoever reads a slot's old
+window also writes the new one, behind a barrier, since Triton may give a load and a store of one address to different
+threads.
+
+Sizes and strides are plain values: nothing about them is compiled in. What is:
+    WIDTH, SILU, LAYOUT   taps, activation, which axis of a slot is contiguous
+    VEC                   what the host found to divide the channels and the strides, which arrive divided by it
+    CHANNELS, EVEN        channels of a tile; whether tiles divide all channels, so that no access needs a mask for them
+    TAP_WORD              bytes of the words that taps are loaded in, or 0
+    PTX                   the target is an NVIDIA GPU
+    DEPENDENT             programmatic dependent launch: a program may start while the kernel before still runs, and
+                          waits for its end after it has read weights and bias, which are constants of the model
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -17,6 +30,7 @@ FAULT_OFFSETS = tl.constexpr(1)
 FAULT_SLOT = tl.constexpr(2)
 FAULT_ACCEPTED_COUNT = tl.constexpr(4)
 FAULT_STATE_TRUNCATED = tl.constexpr(8)
+FAULT_CHECKPOINT = tl.constexpr(16)
 
 CHANNELS_CONTIGUOUS = tl.constexpr(0)
 POSITIONS_CONTIGUOUS = tl.constexpr(1)
@@ -24,58 +38,251 @@ POSITIONS_CONTIGUOUS = tl.constexpr(1)
 # Their values, and the alignment of what a step slices out of its own buffers, never make another kernel.
 _SIZES = (
     "x_row_stride", "out_row_stride", "slot_stride", "channel_stride", "position_stride", "slots_stride",
-    "rows", "channels", "sequences", "slot_count", "positions", "pad_slot_id",
+    "rows", "channels", "sequences", "slot_count", "positions", "pad_slot_id", "checkpoints",
 )  # fmt: skip
-_UNALIGNED = ("weight", "bias", "cu_seqlens", "slots", "flags", "counts", "fault_flag")
+_UNALIGNED = (
+    "cu_seqlens", "slots", "flags", "counts", "fault_flag", "drafts", "checkpoint_offsets", "checkpoint_tokens",
+    "checkpoint_slots",
+)  # fmt: skip
+
+
+class Sequences(NamedTuple):
+    """What a call says about its sequences.
+
+    Attributes:
+        cu_seqlens: int32 `[N+1]`, or None for one row a sequence.
+        slots: int32 `[N]`, `slots_stride` apart.
+        slots_stride: elements.
+        flags: uint8 `[N]`, whether there is history, or None.
+        counts: int32 `[N]`, tokens of the step before that were kept, or None.
+        drafts: uint8 `[N]`, whether the tokens are drafts, or None.
+        rows: of x.
+        count: N.
+        slot_count: slots of the pool.
+        positions: of a slot.
+        pad_slot_id: slot number that marks padding.
+    """
+
+    cu_seqlens: Any
+    slots: Any
+    slots_stride: Any
+    flags: Any
+    counts: Any
+    drafts: Any
+    rows: Any
+    count: Any
+    slot_count: Any
+    positions: Any
+    pad_slot_id: Any
+
+
+class Checkpoints(NamedTuple):
+    """Windows to write to further slots: int32 offsets `[N+1]`, or None; tokens and slots `[K]`; K."""
+
+    offsets: Any
+    tokens: Any
+    slots: Any
+    count: Any
+
+
+class Tile(NamedTuple):
+    """The channels of a program, and where they lie.
+
+    Attributes:
+        channel: `[CHANNELS]`, their numbers.
+        exists: `[CHANNELS]`, the mask of those below the channels of a row.
+        at_channel: int64 `[CHANNELS]`, their offsets in a slot.
+        x: pointer, rows `x_row_stride` apart.
+        x_row_stride: elements.
+        out: pointer, rows `out_row_stride` apart.
+        out_row_stride: elements.
+        state: pointer, slots `slot_stride` apart.
+        slot_stride: elements.
+        position_stride: elements.
+    """
+
+    channel: Any
+    exists: Any
+    at_channel: Any
+    x: Any
+    x_row_stride: Any
+    out: Any
+    out_row_stride: Any
+    state: Any
+    slot_stride: Any
+    position_stride: Any
+
+
+# --- memory
 
 
 @triton.jit
-def _read_sequence(
-    index,
-    mask,
-    cu_seqlens,
-    slots,
-    slots_stride,
-    flags,
-    counts,
-    rows,
-    slot_count,
-    positions,
-    pad_slot_id,
-    WIDTH: tl.constexpr,
-    ABSENT_HISTORY: tl.constexpr,
-):
+def _tile(
+    number, x, out, conv_state, x_row_stride, out_row_stride, slot_stride, channel_stride, position_stride, channels,
+    LAYOUT: tl.constexpr, VEC: tl.constexpr, CHANNELS: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Tile `number`. All sizes arrive divided by what divides them: the product tells the compiler so."""
+    channel = number * CHANNELS + tl.arange(0, CHANNELS)
+    if EVEN:
+        exists = tl.full([CHANNELS], True, tl.int1)  # the compiler drops it
+    else:
+        exists = channel < channels * VEC
+    if LAYOUT == CHANNELS_CONTIGUOUS:
+        at_channel = channel.to(tl.int64)
+        slot_stride *= VEC
+        position_stride *= VEC
+    else:
+        at_channel = channel.to(tl.int64) * channel_stride
+        if LAYOUT == POSITIONS_CONTIGUOUS:
+            position_stride = 1
+    return Tile(
+        channel, exists, at_channel, x, x_row_stride * VEC, out, out_row_stride * VEC, conv_state, slot_stride,
+        position_stride,
+    )  # fmt: skip
+
+
+@triton.jit
+def _at_row(tile, row, more: tl.constexpr = 0):
+    """Pointers to row `row + more` of x. Rows of one base share their 64-bit product."""
+    return tile.x + row.to(tl.int64) * tile.x_row_stride + more * tile.x_row_stride + tile.channel
+
+
+@triton.jit
+def _at_result(tile, row, more: tl.constexpr = 0):
+    """Pointers to row `row + more` of out."""
+    return tile.out + row.to(tl.int64) * tile.out_row_stride + more * tile.out_row_stride + tile.channel
+
+
+@triton.jit
+def _at_position(tile, slot, position):
+    """Pointers to a position of a slot."""
+    return tile.state + slot.to(tl.int64) * tile.slot_stride + position * tile.position_stride + tile.at_channel
+
+
+@triton.jit
+def _store_result(tile, row, more: tl.constexpr, value, where):
+    """Write row `row + more`, which nothing reads again soon."""
+    value = value.to(tile.out.dtype.element_ty)
+    tl.store(_at_result(tile, row, more), value, mask=where, cache_modifier=".cs")
+
+
+@triton.jit
+def _store_input(tile, slot, position, value, where):
+    """What a slot keeps of an input: the same bits between equal types."""
+    tl.store(_at_position(tile, slot, position), value.to(tile.state.dtype.element_ty), mask=where)
+
+
+@triton.jit
+def _load_taps(weight, tile, WIDTH: tl.constexpr, TAP_WORD: tl.constexpr):
+    """The W taps of each channel, fp32 `[CHANNELS]` each.
+
+    They lie side by side, W elements a channel. Where they fill words of TAP_WORD bytes the words are loaded and cut
+    up, since loads of single taps would be strided, W times as many.
+    """
+    element: tl.constexpr = weight.dtype.element_ty
+    bits: tl.constexpr = element.primitive_bitwidth
+    taps = ()
+    if TAP_WORD == 0:
+        for tap in tl.static_range(WIDTH):
+            at_tap = weight + tile.channel.to(tl.int64) * WIDTH + tap
+            taps = taps + (tl.load(at_tap, mask=tile.exists, other=0.0).to(tl.float32),)
+    else:
+        word: tl.constexpr = tl.int64 if TAP_WORD == 8 else tl.int32
+        raw: tl.constexpr = tl.int16 if bits == 16 else tl.int32
+        each: tl.constexpr = TAP_WORD * 8 // bits
+        at_word = weight.to(tl.pointer_type(word)) + tile.channel.to(tl.int64) * (WIDTH // each)
+        words = ()
+        for i in tl.static_range(WIDTH // each):
+            words = words + (tl.load(at_word + i, mask=tile.exists, other=0),)
+        for tap in tl.static_range(WIDTH):
+            value = (words[tap // each] >> (tap % each * bits)).to(raw).to(element, bitcast=True)
+            taps = taps + (value.to(tl.float32),)
+    return taps
+
+
+@triton.jit
+def _load_bias(bias, tile):
+    """Bias, fp32 `[CHANNELS]`; zeros if absent."""
+    value = tl.zeros([tile.channel.shape[0]], tl.float32)
+    if bias is not None:
+        value = tl.load(bias + tile.channel, mask=tile.exists, other=0.0).to(tl.float32)
+    return value
+
+
+# --- the arithmetic
+
+
+@triton.jit
+def _silu(value, PTX: tl.constexpr):
+    """`v / (1 + exp(-v))`: five instructions of PTX; Triton's `exp` and `/` also serve denormals, by thirteen."""
+    if PTX:
+        sigmoid = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .f32 t;
+            mul.f32 t, $1, 0fBFB8AA3B; // -log2(e)
+            ex2.approx.ftz.f32 t, t;
+            add.f32 t, t, 0f3F800000;
+            rcp.approx.ftz.f32 $0, t;
+            }
+            """,
+            "=f,f",
+            [value],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+        result = value * sigmoid
+    else:
+        result = value / (1.0 + tl.exp(-value))
+    return result
+
+
+@triton.jit
+def _convolve(inputs, first: tl.constexpr, taps, bias, SILU: tl.constexpr, PTX: tl.constexpr):
+    """The convolution of one row: bias, then tap 0 (oldest) to tap W-1, fused, in fp32; then SiLU.
+
+    Its window is `inputs[first]` to `inputs[first + W - 1]`, the last one the row itself.
+    """
+    total = bias
+    for tap in tl.static_range(len(taps)):
+        total = tl.fma(inputs[first + tap].to(tl.float32), taps[tap], total)
+    if SILU:
+        total = _silu(total, PTX)
+    return total
+
+
+# --- what a sequence is
+
+
+@triton.jit
+def _read_sequence(index, mask, of, WIDTH: tl.constexpr, ABSENT_HISTORY: tl.constexpr):
     """Begin, end, slot, window start, history, live and fault of sequences; `index` is one or a vector."""
-    if cu_seqlens is None:
+    if of.cu_seqlens is None:
         begin = index
         end = index + 1
     else:
-        begin = tl.load(cu_seqlens + index, mask=mask, other=0)
-        end = tl.load(cu_seqlens + index + 1, mask=mask, other=0)
-    slot = tl.load(slots + index.to(tl.int64) * slots_stride, mask=mask, other=0)
+        begin = tl.load(of.cu_seqlens + index, mask=mask, other=0)
+        end = tl.load(of.cu_seqlens + index + 1, mask=mask, other=0)
+    slot = tl.load(of.slots + index.to(tl.int64) * of.slots_stride, mask=mask, other=0)
     accepted = begin * 0 + 1
-    if counts is not None:
-        accepted = tl.load(counts + index, mask=mask, other=1)
-    padding = slot == pad_slot_id
-    bad_offsets = (begin < 0) | (end < begin) | (end > rows)
+    if of.counts is not None:
+        accepted = tl.load(of.counts + index, mask=mask, other=1)
+    padding = slot == of.pad_slot_id
+    bad_offsets = (begin < 0) | (end < begin) | (end > of.rows)
     empty = begin == end
-    bad_slot = (slot < 0) | (slot >= slot_count)
-    bad_count = (accepted < 1) | (accepted > positions - WIDTH + 2)
+    bad_slot = (slot < 0) | (slot >= of.slot_count)
+    bad_count = (accepted < 1) | (accepted > of.positions - WIDTH + 2)
     live = mask & (padding | bad_offsets | empty | bad_slot | bad_count == 0)
     fault = tl.where(bad_slot, FAULT_SLOT, tl.where(bad_count, FAULT_ACCEPTED_COUNT, 0))
     fault = tl.where(bad_offsets, FAULT_OFFSETS, tl.where(empty, 0, fault))
     fault = tl.where(padding | (mask == 0), 0, fault)
     history = live
-    if flags is not None:
-        history = live & (tl.load(flags + index, mask=mask, other=0) != 0)
+    if of.flags is not None:
+        history = live & (tl.load(of.flags + index, mask=mask, other=0) != 0)
     elif not ABSENT_HISTORY:
         history = live & (begin != begin)
     return begin, end, slot, accepted - 1, history, live, fault
-
-
-@triton.jit
-def _silu(value):
-    return value / (1.0 + tl.exp(-value))
 
 
 @triton.jit
@@ -97,186 +304,412 @@ def _first_above(offsets, count, row):
 @triton.jit
 def _raise_fault(flag, code):
     if code != 0:
-        tl.atomic_or(flag, code)
+        tl.atomic_or(flag, code, sem="relaxed")
 
 
 @triton.jit
-def _report_faults(
-    fault_flag, cu_seqlens, slots, slots_stride, flags, counts, rows, sequences, slot_count, positions, pad_slot_id,
-    WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Sticky codes of a prefill: one program looks at every sequence."""
-    if tl.load(cu_seqlens) != 0:
-        tl.atomic_or(fault_flag, FAULT_OFFSETS)
-    first = rows * 0
-    while first < sequences:
+def _report_faults(flag, of, WIDTH: tl.constexpr):
+    """Sticky codes of a packed step: one program looks at every sequence."""
+    if tl.load(of.cu_seqlens) != 0:
+        tl.atomic_or(flag, FAULT_OFFSETS, sem="relaxed")
+    first = of.count * 0
+    while first < of.count:
         index = first + tl.arange(0, 256)
-        _, _, _, _, _, _, fault = _read_sequence(
-            index, index < sequences, cu_seqlens, slots, slots_stride, flags, counts, rows, slot_count, positions,
-            pad_slot_id, WIDTH, False,
-        )  # fmt: skip
-        for code in tl.static_range(3):
-            found = tl.max((fault == (1 << code)).to(tl.int32), axis=0)
-            _raise_fault(fault_flag, found << code)
+        mask = index < of.count
+        begin, end, _, _, _, live, fault = _read_sequence(index, mask, of, WIDTH, False)
+        if of.drafts is not None:
+            marked = live & (tl.load(of.drafts + index, mask=mask, other=0) != 0)
+            fault |= tl.where(marked & (end - begin > of.positions - WIDTH + 2), FAULT_STATE_TRUNCATED, 0)
+        tl.atomic_or(flag + index * 0, fault, mask=fault != 0, sem="relaxed")
         first += 256
 
 
-@triton.jit
-def _convolve_rows(
-    x, weight, bias, conv_state, out, row, write, begin, slot_start, history, live, channel, in_channels,
-    x_row_stride, out_row_stride, channel_stride, position_stride,
-    WIDTH: tl.constexpr, SILU: tl.constexpr, SLOTS: tl.constexpr,
-):  # fmt: skip
-    """Compute and write rows `[rows]` for channels `[channels]`.
+# --- packed steps
 
-    Each tap's input comes from x, from the slot (SLOTS), or is zero, as the row's place in its sequence says: a
-    shifted row is read again, from a near cache, rather than moved between threads.
+# What a program does to a row, as bits; `_place_rows` says what they mean.
+AGE = tl.constexpr(15)
+LIVE = tl.constexpr(16)
+HISTORY = tl.constexpr(32)
+WRITES = tl.constexpr(64)
+READS_SLOT = tl.constexpr(128)
+ENDS_HERE = tl.constexpr(256)
+ENDS_LATER = tl.constexpr(512)
+BEGINS_DRAFTS = tl.constexpr(1024)
+
+
+class Places(NamedTuple):
+    """Rows of a program, and of the W-2 behind them: int32 vectors `[2 * ROWS]`.
+
+    Attributes:
+        row: their numbers.
+        bits: what the program does to each.
+        slot: of its sequence.
+        start: position of the slot where its sequence's window starts.
+        end: behind its sequence's last row.
     """
-    tile = write[:, None] & in_channels[None, :]
-    total = tl.zeros([row.shape[0], channel.shape[0]], tl.float32)
-    if bias is not None:
-        total += tl.load(bias + channel, mask=in_channels, other=0.0).to(tl.float32)[None, :]
-    for tap in tl.static_range(WIDTH):
-        source = row - (WIDTH - 1) + tap
-        if SLOTS or tap < WIDTH - 1:
-            wanted = tile & (live & (source >= begin))[:, None]
-        else:
-            wanted = tile & live[:, None]
-        at = x + (source.to(tl.int64) * x_row_stride)[:, None] + channel[None, :]
-        value = tl.load(at, mask=wanted, other=0.0).to(tl.float32)
-        if SLOTS and tap < WIDTH - 1:
-            old = history & (source < begin)
-            position = (source - begin + (WIDTH - 1)).to(tl.int64)
-            at_slot = (slot_start + position * position_stride)[:, None] + (channel.to(tl.int64) * channel_stride)[
-                None, :
-            ]
-            value += tl.load(conv_state + at_slot, mask=tile & old[:, None], other=0.0).to(tl.float32)
-        taps = tl.load(weight + channel.to(tl.int64) * WIDTH + tap, mask=in_channels, other=0.0).to(tl.float32)
-        total = tl.fma(value, tl.broadcast_to(taps[None, :], value.shape), total)
-    if SILU:
-        total = _silu(total)
-    total = tl.where(live[:, None], total, 0.0)
-    tl.store(
-        out + (row.to(tl.int64) * out_row_stride)[:, None] + channel[None, :], total.to(x.dtype.element_ty), mask=tile
-    )
+
+    row: Any
+    bits: Any
+    slot: Any
+    start: Any
+    end: Any
+
+
+@triton.jit
+def _of_row(values, places, row):
+    """The element of a vector over rows that belongs to one row."""
+    return tl.sum(tl.where(places.row == row, values, 0), axis=0)
+
+
+@triton.jit
+def _place_rows(row, row0, row1, of, WIDTH: tl.constexpr):
+    """Where each of the rows `row` lies in its sequence, and what the program of rows row0 to row1-1 does to it.
+
+    That program alone touches the slots of sequences that begin in its rows, so it also computes their first W-1 rows
+    where they spill over into the rows behind, and leaves out those that spilled over from before.
+
+    Returns:
+        The places, whose bits are
+            AGE            tokens of the sequence before the row; W-1 if there are more
+            LIVE           the row has a result; else it is zero
+            HISTORY        its sequence has any
+            WRITES         this program writes the row
+            READS_SLOT     its window reaches into the slot
+            ENDS_HERE      it is the last row of a sequence that begins in these rows
+            ENDS_LATER     its sequence begins in these rows, and ends behind all that this program computes
+            BEGINS_DRAFTS  it is the first of several drafts
+        and how many rows from row1 on this program computes too.
+    """
+    owner = _first_above(of.cu_seqlens, of.count + 1, row) - 1
+    owned = (row < of.rows) & (owner >= 0) & (owner < of.count)
+    begin, end, slot, start, history, live, _ = _read_sequence(owner, owned, of, WIDTH, False)
+    live = live & (begin <= row) & (row < end)  # only offsets that go backwards lead to a row outside: zero
+    age = tl.where(live, tl.minimum(row - begin, WIDTH - 1), 0)
+    young = live & (age < WIDTH - 1)
+    begins_here = live & (begin >= row0) & (begin < row1)
+    spills = young & begins_here & (row >= row1)
+    writes = owned & tl.where(row < row1, (young & (begin < row0)) == 0, spills)
+    keeps_last = begins_here
+    bits = age | tl.where(live, LIVE, 0) | tl.where(history & live, HISTORY, 0) | tl.where(writes, WRITES, 0)
+    if of.drafts is not None:
+        several = live & (end - begin > 1) & (tl.load(of.drafts + owner, mask=owned, other=0) != 0)
+        keeps_last = keeps_last & (several == 0)
+        bits |= tl.where(several & (row == begin), BEGINS_DRAFTS, 0)
+    bits |= tl.where(history & young & begins_here & writes, READS_SLOT, 0)
+    bits |= tl.where(keeps_last & (row == end - 1), ENDS_HERE, 0)
+    bits |= tl.where(keeps_last & (end > row1) & (end - begin >= WIDTH), ENDS_LATER, 0)
+    return Places(row, bits, slot, start, end), tl.sum(spills.to(tl.int32), axis=0)
+
+
+@triton.jit
+def _convolve_group(
+    tile, places, first, rows, taps, bias, WIDTH: tl.constexpr, SILU: tl.constexpr, PTX: tl.constexpr,
+    GROUP: tl.constexpr, KEEP: tl.constexpr, COUNTED: tl.constexpr,
+):  # fmt: skip
+    """Rows `first` to `first + GROUP - 1`, whatever sequences they belong to, and the slots of those that end here.
+
+    All loads come first. A tap's input comes from x, from the slot, or is zero, as the row's age says.
+    """
+    inputs = ()
+    for i in tl.static_range(GROUP + WIDTH - 1):
+        row = first + (i - (WIDTH - 1))
+        where = tile.exists & (row >= 0) & (row < rows)
+        value = tl.load(_at_row(tile, first, i - (WIDTH - 1)), mask=where, other=0.0)
+        inputs = inputs + (value.to(KEEP),)
+    windows = ()
+    bits_of = ()
+    slot_of = ()
+    for u in tl.static_range(GROUP):
+        bits = _of_row(places.bits, places, first + u)
+        slot = _of_row(places.slot, places, first + u)
+        age = bits & AGE
+        oldest = age.to(tl.int64)  # position of the slot where this row's window starts
+        if COUNTED:
+            oldest += _of_row(places.start, places, first + u)
+        for tap in tl.static_range(WIDTH - 1):
+            is_old = age < WIDTH - 1 - tap
+            where = tile.exists & is_old & (bits & READS_SLOT != 0)
+            old = tl.load(_at_position(tile, slot, oldest + tap), mask=where, other=0.0)
+            windows = windows + (tl.where(is_old, old.to(KEEP), inputs[u + tap]),)
+        windows = windows + (inputs[u + WIDTH - 1],)
+        bits_of = bits_of + (bits,)
+        slot_of = slot_of + (slot,)
+    # Every thread has its part of the windows before any thread overwrites a slot.
+    tl.debug_barrier()
+    for u in tl.static_range(GROUP):
+        bits = bits_of[u]
+        result = tl.where(bits & LIVE != 0, _convolve(windows, u * WIDTH, taps, bias, SILU, PTX), 0.0)
+        _store_result(tile, first, u, result, tile.exists & (bits & WRITES != 0))
+        if bits & ENDS_HERE != 0:
+            for position in tl.static_range(WIDTH - 1):
+                _store_input(tile, slot_of[u], position, windows[u * WIDTH + position + 1], tile.exists)
+
+
+@triton.jit
+def _store_final_inputs(tile, slot, end, WIDTH: tl.constexpr):
+    """The W-1 inputs before row `end`, all of one sequence, become the window in a slot."""
+    for position in tl.static_range(WIDTH - 1):
+        value = tl.load(_at_row(tile, end, position - (WIDTH - 1)), mask=tile.exists)
+        _store_input(tile, slot, position, value, tile.exists)
+
+
+@triton.jit
+def _store_drafts(tile, slot, begin, end, start, history, positions, WIDTH: tl.constexpr):
+    """A sequence of drafts keeps the last W-2 inputs of its window, then all of its tokens that fit."""
+    window = ()
+    for tap in tl.static_range(1, WIDTH - 1):
+        at_tap = _at_position(tile, slot, (start + tap).to(tl.int64))
+        window = window + (tl.load(at_tap, mask=tile.exists & history, other=0.0),)
+    tl.debug_barrier()
+    for tap in tl.static_range(1, WIDTH - 1):
+        _store_input(tile, slot, tap - 1, window[tap - 1], tile.exists)
+    token = begin * 0
+    while token < tl.minimum(end - begin, positions - (WIDTH - 2)):
+        value = tl.load(_at_row(tile, begin + token), mask=tile.exists)
+        _store_input(tile, slot, (token + (WIDTH - 2)).to(tl.int64), value, tile.exists)
+        token += 1
+
+
+@triton.jit
+def _read_checkpoint(index, checkpoints, of, sequence_tokens):
+    """Tokens and slot of a checkpoint, the fault that it leaves or 0, and whether it may be written."""
+    tokens = tl.load(checkpoints.tokens + index)
+    slot = tl.load(checkpoints.slots + index)
+    padding = slot == of.pad_slot_id
+    bad_tokens = (tokens < 1) | (tokens > sequence_tokens)
+    bad_slot = (slot < 0) | (slot >= of.slot_count)
+    fault = tl.where(bad_tokens, FAULT_CHECKPOINT, tl.where(bad_slot, FAULT_SLOT, 0))
+    fault = tl.where(padding, 0, fault)
+    return tokens, slot, fault, (padding == 0) & (fault == 0)
+
+
+@triton.jit
+def _store_early_checkpoints(tile, checkpoints, of, sequence, row0, row1, WIDTH: tl.constexpr):
+    """Checkpoints after fewer than W-1 tokens of the sequences that begin in rows row0 to row1-1.
+
+    They need the old window, which the program of a sequence's first row alone may read, before it writes the new one.
+    `sequence` owns row0, or is -1.
+    """
+    # None are named behind the last one: the sequences at the end of a padded step are skipped.
+    named = tl.load(checkpoints.offsets + of.count)
+    index = tl.maximum(sequence, 0)
+    searching = index < of.count
+    while searching:
+        first = tl.load(checkpoints.offsets + index)
+        begin, end, slot, start, history, live, _ = _read_sequence(index, True, of, WIDTH, False)
+        searching = (begin < row1) & (first < named)
+        last = tl.minimum(tl.load(checkpoints.offsets + index + 1), checkpoints.count)
+        checkpoint = tl.maximum(first, 0)
+        while searching & live & (begin >= row0) & (checkpoint < last):
+            tokens, to_slot, _, sound = _read_checkpoint(checkpoint, checkpoints, of, end - begin)
+            if sound & (tokens < WIDTH - 1):
+                for position in tl.static_range(WIDTH - 1):
+                    row = begin + tokens + position - (WIDTH - 1)
+                    fresh = row >= begin
+                    value = tl.load(_at_row(tile, row), mask=tile.exists & fresh, other=0.0)
+                    at_old = _at_position(tile, slot, (start + tokens + position).to(tl.int64))
+                    old = tl.load(at_old, mask=tile.exists & history & (fresh == 0), other=0.0)
+                    kept = tl.where(fresh, value.to(old.dtype), old)
+                    _store_input(tile, to_slot, position, kept, tile.exists)
+            checkpoint += 1
+        index += 1
+        searching = searching & (index < of.count)
+
+
+@triton.jit
+def _store_checkpoint(tile, index, checkpoints, of, fault_flag, report, WIDTH: tl.constexpr):
+    """One checkpoint after W-1 tokens or more, which holds rows alone; its fault too, whatever its count."""
+    sequence = _first_above(checkpoints.offsets, of.count + 1, index) - 1
+    owned = (sequence >= 0) & (sequence < of.count)  # else nobody's, as behind the last of a padded step
+    begin, end, _, _, _, live, _ = _read_sequence(sequence, owned, of, WIDTH, False)
+    if live:
+        tokens, slot, fault, sound = _read_checkpoint(index, checkpoints, of, end - begin)
+        if report:
+            _raise_fault(fault_flag, fault)
+        if sound & (tokens >= WIDTH - 1):
+            _store_final_inputs(tile, slot, begin + tokens, WIDTH)
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_UNALIGNED)
 def conv_prefill(
     x, weight, bias, conv_state, out, cu_seqlens, slots, flags, counts, fault_flag,
+    drafts, checkpoint_offsets, checkpoint_tokens, checkpoint_slots,
     x_row_stride: tl.int64, out_row_stride: tl.int64, slot_stride: tl.int64, channel_stride: tl.int64,
     position_stride: tl.int64, slots_stride: tl.int64,
     rows: tl.int32, channels: tl.int32, sequences: tl.int32, slot_count: tl.int32, positions: tl.int32,
-    pad_slot_id: tl.int32,
-    WIDTH: tl.constexpr, SILU: tl.constexpr, LAYOUT: tl.constexpr, VEC: tl.constexpr, ROWS: tl.constexpr,
-    CHANNELS: tl.constexpr,
+    pad_slot_id: tl.int32, checkpoints: tl.int32,
+    WIDTH: tl.constexpr, SILU: tl.constexpr, LAYOUT: tl.constexpr, VEC: tl.constexpr, CHANNELS: tl.constexpr,
+    EVEN: tl.constexpr, TAP_WORD: tl.constexpr, PTX: tl.constexpr, DEPENDENT: tl.constexpr, ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Packed prefill. Grid: channel tiles, ranges of ROWS rows (y, and z as a high digit)."""
-    row0 = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * ROWS
-    if row0 >= rows:
-        return
-    x_row_stride *= VEC
-    out_row_stride *= VEC
-    channels *= VEC
-    if LAYOUT == CHANNELS_CONTIGUOUS:
-        channel_stride = 1
-        slot_stride *= VEC
-        position_stride *= VEC
-    elif LAYOUT == POSITIONS_CONTIGUOUS:
-        position_stride = 1
-    if (tl.program_id(0) == 0) & (row0 == 0):
-        _report_faults(
-            fault_flag, cu_seqlens, slots, slots_stride, flags, counts, rows, sequences, slot_count, positions,
-            pad_slot_id, WIDTH,
-        )  # fmt: skip
-    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
-    in_channels = channel < channels
-    row = row0 + tl.arange(0, ROWS)
-    in_rows = row < rows
-    row1 = tl.minimum(row0 + ROWS, rows)
+    """Packed steps. Grid: channel tiles, which run fastest, then ranges of ROWS rows (y, and z as a high digit).
 
-    # The sequence of the tile's first row; if it owns the whole tile and began W-1 rows earlier, no slot is needed.
+    A program owns ROWS rows of a tile of channels, whatever sequences lie in them: the grid follows from sizes that
+    the host knows. All its rows are on their way before it knows whose they are. If they belong to one sequence that
+    began at least W-1 rows earlier, nothing but rows is touched; else they go GROUP by GROUP, each row with a place of
+    its own. Sequences marked in `drafts` keep (the last W-2 of the window, all tokens) instead of the last W-1 inputs.
+    Checkpoints after W-1 tokens or more have programs of their own, behind those of the rows.
+    """
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+    tile = _tile(
+        tl.program_id(0), x, out, conv_state, x_row_stride, out_row_stride, slot_stride, channel_stride,
+        position_stride, channels, LAYOUT, VEC, CHANNELS, EVEN,
+    )  # fmt: skip
+    taps = _load_taps(weight, tile, WIDTH, TAP_WORD)
+    bias_value = _load_bias(bias, tile)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+    of = Sequences(
+        cu_seqlens, slots, slots_stride, flags, counts, drafts, rows, sequences, slot_count, positions, pad_slot_id
+    )
+    named = Checkpoints(checkpoint_offsets, checkpoint_tokens, checkpoint_slots, checkpoints)
+    block = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
+    row_blocks = (rows - 1) // ROWS + 1
+    if block >= row_blocks:
+        if checkpoint_offsets is not None:
+            if block - row_blocks < checkpoints:
+                _store_checkpoint(tile, block - row_blocks, named, of, fault_flag, tl.program_id(0) == 0, WIDTH)
+        return
+    row0 = block * ROWS
+    row1 = row0 + tl.minimum(rows - row0, ROWS)
+
+    # inputs[i] is row row0 - (W-1) + i. Where one of them is missing none is used, and all are row0, by a step of 0: a
+    # mask for each row would cost more than its load.
+    back = tl.where(row0 >= WIDTH - 1, tile.x_row_stride, 0)
+    step = tl.where(rows - row0 >= ROWS, tile.x_row_stride, 0)
+    inputs = ()
+    for i in tl.static_range(WIDTH - 1):
+        inputs = inputs + (tl.load(_at_row(tile, row0) - (WIDTH - 1 - i) * back, mask=tile.exists),)
+    for i in tl.static_range(ROWS):
+        inputs = inputs + (tl.load(_at_row(tile, row0) + i * step, mask=tile.exists),)
+
+    if (tl.program_id(0) == 0) & (block == 0):
+        _report_faults(fault_flag, of, WIDTH)
     sequence = _first_above(cu_seqlens, sequences + 1, row0) - 1
     owned = (sequence >= 0) & (sequence < sequences)
-    begin, end, slot, start, history, live, _ = _read_sequence(
-        sequence, owned, cu_seqlens, slots, slots_stride, flags, counts, rows, slot_count, positions, pad_slot_id,
-        WIDTH, False,
-    )  # fmt: skip
-    if owned & (begin >= 0) & (begin + (WIDTH - 1) <= row0) & (end >= row1) & (end <= rows):
-        _convolve_rows(
-            x, weight, bias, conv_state, out, row, in_rows, begin, tl.zeros([ROWS], tl.int64), row < 0,
-            live & (row >= 0), channel, in_channels, x_row_stride, out_row_stride, channel_stride, position_stride,
-            WIDTH, SILU, False,
-        )  # fmt: skip
+    begin, end, _, _, _, live, _ = _read_sequence(sequence, owned, of, WIDTH, False)
+    if live & (row0 - begin >= WIDTH - 1) & (end - row0 >= ROWS):
+        for i in tl.static_range(ROWS):
+            _store_result(tile, row0, i, _convolve(inputs, i, taps, bias_value, SILU, PTX), tile.exists)
         return
 
-    # Any mixture of sequences: every row finds its own.
-    owner = _first_above(cu_seqlens, sequences + 1, row) - 1
-    owned_rows = in_rows & (owner >= 0) & (owner < sequences)
-    begins, ends, slot_of, starts, histories, lives, _ = _read_sequence(
-        owner, owned_rows, cu_seqlens, slots, slots_stride, flags, counts, rows, slot_count, positions, pad_slot_id,
-        WIDTH, False,
-    )  # fmt: skip
-    # Only offsets that go backwards lead to a row outside its sequence: zero.
-    lives = lives & (begins <= row) & (row < ends)
-    # The program of a sequence's first row alone touches its slot, so it computes every row whose window does too.
-    elsewhere = lives & (begins < row0) & (row - begins < WIDTH - 1)
-    slot_starts = slot_of.to(tl.int64) * slot_stride + starts.to(tl.int64) * position_stride
-    _convolve_rows(
-        x, weight, bias, conv_state, out, row, owned_rows & (elsewhere == 0), begins, slot_starts,
-        histories & lives & (elsewhere == 0), lives, channel, in_channels, x_row_stride, out_row_stride,
-        channel_stride, position_stride, WIDTH, SILU, True,
-    )  # fmt: skip
-
-    last = _first_above(cu_seqlens, sequences + 1, row1 - 1) - 1
-    begin, end, slot, start, history, live, _ = _read_sequence(
-        last, (last >= 0) & (last < sequences), cu_seqlens, slots, slots_stride, flags, counts, rows, slot_count,
-        positions, pad_slot_id, WIDTH, False,
-    )  # fmt: skip
-    if live & (begin >= row0) & (begin < row1) & (end > row1) & (row1 - begin < WIDTH - 1):
-        spilled = row1 + tl.arange(0, 8)
-        write = (spilled < end) & (spilled - begin < WIDTH - 1)
-        _convolve_rows(
-            x, weight, bias, conv_state, out, spilled, write, begin,
-            tl.zeros([8], tl.int64) + (slot.to(tl.int64) * slot_stride + start.to(tl.int64) * position_stride),
-            history & write, live & write, channel, in_channels, x_row_stride, out_row_stride, channel_stride,
-            position_stride, WIDTH, SILU, True,
+    if checkpoint_offsets is not None:
+        _store_early_checkpoints(tile, named, of, sequence, row0, row1, WIDTH)
+    places, spilled = _place_rows(row0 + tl.arange(0, 2 * ROWS), row0, row1, of, WIDTH)
+    # Raw inputs keep their type, and their bits, where pool and x agree; fp32 holds every accepted type exactly.
+    keep: tl.constexpr = x.dtype.element_ty if x.dtype.element_ty == conv_state.dtype.element_ty else tl.float32
+    row = row0
+    while row < row1 + spilled:  # not `range`, whose bounds Triton's interpreter cannot take from a current numpy
+        _convolve_group(
+            tile, places, row, rows, taps, bias_value, WIDTH, SILU, PTX, GROUP, keep, counts is not None
         )  # fmt: skip
+        row += GROUP
+    if _of_row(places.bits, places, row1 - 1) & ENDS_LATER != 0:
+        tl.debug_barrier()
+        slot, end = _of_row(places.slot, places, row1 - 1), _of_row(places.end, places, row1 - 1)
+        _store_final_inputs(tile, slot, end, WIDTH)
+    if drafts is not None:
+        tl.debug_barrier()
+        row = row0
+        while row < row1:
+            bits = _of_row(places.bits, places, row)
+            if bits & BEGINS_DRAFTS != 0:
+                slot, start = _of_row(places.slot, places, row), _of_row(places.start, places, row)
+                end = _of_row(places.end, places, row)
+                _store_drafts(tile, slot, row, end, start, bits & HISTORY != 0, positions, WIDTH)
+            row += 1
 
-    # New windows, by the row that begins each sequence. A sequence of T tokens takes position p from p + T or from
-    # x, so in rising order, with a barrier between reading and writing, nothing is overwritten that is still needed.
-    first = lives & (begins == row)
-    if tl.max(first.to(tl.int32), axis=0) != 0:
-        at_channel = (channel.to(tl.int64) * channel_stride)[None, :]
-        slot_base = slot_of.to(tl.int64) * slot_stride
-        for position in tl.static_range(WIDTH - 1):
-            source = ends - (WIDTH - 1) + position
-            from_x = first & (source >= begins)
-            from_slot = first & histories & (source < begins)
-            old_position = (source - begins + (WIDTH - 1)).to(tl.int64) * position_stride
-            fresh = tl.load(
-                x + (source.to(tl.int64) * x_row_stride)[:, None] + channel[None, :],
-                mask=from_x[:, None] & in_channels[None, :],
-                other=0.0,
-            )
-            old = tl.load(
-                conv_state + (slot_starts + old_position)[:, None] + at_channel,
-                mask=from_slot[:, None] & in_channels[None, :],
-                other=0.0,
-            )
-            kept = tl.where(from_x[:, None], _kept(fresh, conv_state), old)
-            tl.debug_barrier()
-            tl.store(
-                conv_state + (slot_base + position * position_stride)[:, None] + at_channel,
-                kept,
-                mask=first[:, None] & in_channels[None, :],
-            )
+
+# --- decode and speculative steps
 
 
 @triton.jit
-def _kept(value, conv_state):
-    """What a slot keeps of an input: the same bits between equal types."""
-    return value.to(conv_state.dtype.element_ty)
+def _update_singles(
+    tile, of, fault_flag, report, taps, bias, WIDTH: tl.constexpr, SILU: tl.constexpr, PTX: tl.constexpr,
+    SEQUENCES: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
+    """SEQUENCES sequences of one row each: all their loads are in flight together, and they share the taps.
+
+    A step that counts accepted tokens leaves the same slot as a plain one, since it has one token.
+    """
+    first = tl.program_id(0) * SEQUENCES
+    rows = ()
+    for i in tl.static_range(SEQUENCES):
+        where = tile.exists & (first + i < of.count)
+        rows = rows + (tl.load(_at_row(tile, first, i), mask=where, other=0.0).to(KEEP),)
+    windows = ()
+    lives = ()
+    slots = ()
+    for i in tl.static_range(SEQUENCES):
+        exists = first + i < of.count
+        _, _, slot, start, history, live, fault = _read_sequence(first + i, exists, of, WIDTH, True)
+        for tap in tl.static_range(WIDTH - 1):
+            at_tap = _at_position(tile, slot, (start + tap).to(tl.int64))
+            windows = windows + (tl.load(at_tap, mask=tile.exists & history, other=0.0).to(KEEP),)
+        windows = windows + (rows[i],)
+        lives = lives + (live,)
+        slots = slots + (slot,)
+        if report:
+            _raise_fault(fault_flag, fault)
+    # Every thread has read rows and windows before any thread overwrites them: `out` may be x.
+    tl.debug_barrier()
+    for i in tl.static_range(SEQUENCES):
+        result = tl.where(lives[i], _convolve(windows, i * WIDTH, taps, bias, SILU, PTX), 0.0)
+        _store_result(tile, first, i, result, tile.exists & (first + i < of.count))
+        for position in tl.static_range(WIDTH - 1):
+            _store_input(tile, slots[i], position, windows[i * WIDTH + position + 1], tile.exists & lives[i])
+
+
+@triton.jit
+def _update_rows(
+    tile, of, fault_flag, report, taps, bias, WIDTH: tl.constexpr, SILU: tl.constexpr, PTX: tl.constexpr,
+    SPECULATIVE: tl.constexpr, AHEAD: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
+    """One sequence with all its rows, AHEAD of them loaded before the first is needed."""
+    index = tl.program_id(0)
+    begin, end, slot, start, history, live, fault = _read_sequence(index, index < of.count, of, WIDTH, True)
+    if report:
+        if (index == 0) & (begin != 0):
+            fault |= FAULT_OFFSETS
+        if SPECULATIVE:
+            fault |= tl.where(live & (end - begin > of.positions - WIDTH + 2), FAULT_STATE_TRUNCATED, 0)
+        _raise_fault(fault_flag, fault)
+    if live == 0:
+        zero = tl.zeros([tile.channel.shape[0]], tl.float32)
+        row = tl.maximum(begin, 0)
+        while row < tl.minimum(end, of.rows):
+            _store_result(tile, row, 0, zero, tile.exists)
+            row += 1
+
+    window = ()
+    for tap in tl.static_range(WIDTH - 1):
+        at_tap = _at_position(tile, slot, (start + tap).to(tl.int64))
+        window = window + (tl.load(at_tap, mask=tile.exists & history, other=0.0).to(KEEP),)
+    row = begin
+    while live & (row < end):
+        inputs = window
+        for i in tl.static_range(AHEAD):
+            where = tile.exists & (row + i < end)
+            inputs = inputs + (tl.load(_at_row(tile, row, i), mask=where, other=0.0).to(KEEP),)
+        # Every thread has read these rows, and the window, before any thread overwrites them: `out` may be x.
+        tl.debug_barrier()
+        if SPECULATIVE:
+            for tap in tl.static_range(1, WIDTH - 1):
+                _store_input(tile, slot, tap - 1, window[tap], tile.exists & (row == begin))
+        for i in tl.static_range(AHEAD):
+            where = tile.exists & (row + i < end)
+            _store_result(tile, row, i, _convolve(inputs, i, taps, bias, SILU, PTX), where)
+            if SPECULATIVE:
+                position = row + i - begin + (WIDTH - 2)
+                where = where & (position < of.positions)
+                _store_input(tile, slot, position.to(tl.int64), inputs[i + WIDTH - 1], where)
+            else:
+                for position in tl.static_range(WIDTH - 1):
+                    where = tile.exists & (row + i == end - 1)
+                    _store_input(tile, slot, position, inputs[i + 1 + position], where)
+        window = inputs[AHEAD:]
+        row += AHEAD
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_UNALIGNED)
@@ -286,80 +719,34 @@ def conv_update(
     position_stride: tl.int64, slots_stride: tl.int64,
     rows: tl.int32, channels: tl.int32, sequences: tl.int32, slot_count: tl.int32, positions: tl.int32,
     pad_slot_id: tl.int32,
-    WIDTH: tl.constexpr, SILU: tl.constexpr, LAYOUT: tl.constexpr, VEC: tl.constexpr, SPECULATIVE: tl.constexpr,
-    CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr, SILU: tl.constexpr, LAYOUT: tl.constexpr, VEC: tl.constexpr, CHANNELS: tl.constexpr,
+    EVEN: tl.constexpr, TAP_WORD: tl.constexpr, PTX: tl.constexpr, DEPENDENT: tl.constexpr,
+    SPECULATIVE: tl.constexpr, AHEAD: tl.constexpr, SEQUENCES: tl.constexpr,
 ):  # fmt: skip
-    """Decode and linear speculative steps. Grid: sequences, channel tiles (y, and z as a high digit)."""
-    index = tl.program_id(0)
-    tile = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
-    x_row_stride *= VEC
-    out_row_stride *= VEC
-    channels *= VEC
-    if LAYOUT == CHANNELS_CONTIGUOUS:
-        channel_stride = 1
-        slot_stride *= VEC
-        position_stride *= VEC
-    elif LAYOUT == POSITIONS_CONTIGUOUS:
-        position_stride = 1
-    channel = tile * CHANNELS + tl.arange(0, CHANNELS)
-    in_channels = channel < channels
-    begin, end, slot, start, history, live, fault = _read_sequence(
-        index, index < sequences, cu_seqlens, slots, slots_stride, flags, counts, rows, slot_count, positions,
-        pad_slot_id, WIDTH, True,
-    )  # fmt: skip
-    if tile == 0:
-        if (index == 0) & (begin != 0):
-            fault |= FAULT_OFFSETS
-        if SPECULATIVE:
-            fault |= tl.where(live & (end - begin > positions - WIDTH + 2), FAULT_STATE_TRUNCATED, 0)
-        _raise_fault(fault_flag, fault)
-    if live == 0:
-        zero = tl.zeros([CHANNELS], x.dtype.element_ty)
-        row = tl.maximum(begin, 0)
-        while row < tl.minimum(end, rows):
-            tl.store(out + row.to(tl.int64) * out_row_stride + channel, zero, mask=in_channels)
-            row += 1
-        return
+    """Decode and linear speculative steps.
 
-    at_slot = conv_state + slot.to(tl.int64) * slot_stride + channel.to(tl.int64) * channel_stride
+    Grid: sequences (SEQUENCES a program if each has one row), then channel tiles (y, and z as a high digit): neighbours
+    share their taps in the cache.
+    """
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+    number = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
+    tile = _tile(
+        number, x, out, conv_state, x_row_stride, out_row_stride, slot_stride, channel_stride, position_stride,
+        channels, LAYOUT, VEC, CHANNELS, EVEN,
+    )  # fmt: skip
+    taps = _load_taps(weight, tile, WIDTH, TAP_WORD)
+    bias_value = _load_bias(bias, tile)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+    of = Sequences(
+        cu_seqlens, slots, slots_stride, flags, counts, None, rows, sequences, slot_count, positions, pad_slot_id
+    )
     # Raw inputs keep their type, and their bits, where pool and x agree; fp32 holds every accepted type exactly.
     keep: tl.constexpr = x.dtype.element_ty if x.dtype.element_ty == conv_state.dtype.element_ty else tl.float32
-    window = ()
-    for tap in tl.static_range(WIDTH - 1):
-        old = tl.load(at_slot + (start + tap).to(tl.int64) * position_stride, mask=in_channels & history, other=0.0)
-        window = window + (old.to(keep),)
-    bias_value = tl.zeros([CHANNELS], tl.float32)
-    if bias is not None:
-        bias_value = tl.load(bias + channel, mask=in_channels, other=0.0).to(tl.float32)
-    taps = ()
-    for tap in tl.static_range(WIDTH):
-        at_tap = weight + channel.to(tl.int64) * WIDTH + tap
-        taps = taps + (tl.load(at_tap, mask=in_channels, other=0.0).to(tl.float32),)
-    # Every thread has its part of the window before any thread overwrites the slot.
-    tl.debug_barrier()
-    if SPECULATIVE:
-        for tap in tl.static_range(1, WIDTH - 1):
-            kept = window[tap].to(conv_state.dtype.element_ty)
-            tl.store(at_slot + (tap - 1) * position_stride, kept, mask=in_channels)
-    row = begin
-    while row < end:  # not `range`, whose bounds Triton's interpreter cannot take from a current numpy
-        fresh = tl.load(x + row.to(tl.int64) * x_row_stride + channel, mask=in_channels, other=0.0)
-        total = bias_value
-        for tap in tl.static_range(WIDTH - 1):
-            total = tl.fma(window[tap].to(tl.float32), taps[tap], total)
-        total = tl.fma(fresh.to(tl.float32), taps[WIDTH - 1], total)
-        if SILU:
-            total = _silu(total)
-        # `out` may be x: the whole row is read before any of it is written.
-        tl.debug_barrier()
-        tl.store(out + row.to(tl.int64) * out_row_stride + channel, total.to(x.dtype.element_ty), mask=in_channels)
-        if SPECULATIVE:
-            position = row - begin + (WIDTH - 2)
-            kept = fresh.to(conv_state.dtype.element_ty)
-            tl.store(at_slot + position.to(tl.int64) * position_stride, kept, mask=in_channels & (position < positions))
-        window = window[1:] + (fresh.to(keep),)
-        row += 1
-    if not SPECULATIVE:
-        for tap in tl.static_range(WIDTH - 1):
-            kept = window[tap].to(conv_state.dtype.element_ty)
-            tl.store(at_slot + tap * position_stride, kept, mask=in_channels)
+    if cu_seqlens is None:
+        _update_singles(tile, of, fault_flag, number == 0, taps, bias_value, WIDTH, SILU, PTX, SEQUENCES, keep)
+    else:
+        _update_rows(
+            tile, of, fault_flag, number == 0, taps, bias_value, WIDTH, SILU, PTX, SPECULATIVE, AHEAD, keep
+        )  # fmt: skip

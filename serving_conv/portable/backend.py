@@ -299,7 +299,7 @@ def _launch(kernel: str, *, x: Tensor, **arguments: Any) -> None:
             kernel,
             got="a kernel that is not loaded yet, under graph capture",
             wanted="every kernel of a graph loaded before capture",
-            remedy="run the step once eagerly before capturing",
+            remedy="run the step once eagerly, or serving_conv.warmup(...), before capturing",
         )
     from serving_conv.portable import kernels
 

@@ -98,6 +98,7 @@ class _Signature:
             elif own not in understood | _IGNORED:
                 raise UnsupportedSignature(f"its argument {name!r} is unknown")
         self.understood = understood | _IGNORED
+        self._unknown: dict[tuple[str, ...], tuple[str, ...]] = {}  # of a call's names; a caller's are always the same
         null = self.defaults.get("null_block_id", NULL_BLOCK)
         self.null_block = NO_PADDING if null is None else null
         self.activation = self.defaults.get("activation")
@@ -114,7 +115,11 @@ class _Signature:
 
     def refusal(self, call: dict[str, Any]) -> str | None:
         """Why the operator cannot take this call, by its arguments' names; None if it can."""
-        for name in call.keys() - self.understood:
+        names = tuple(call)
+        unknown = self._unknown.get(names)
+        if unknown is None:
+            unknown = self._unknown[names] = tuple(name for name in names if name not in self.understood)
+        for name in unknown:
             value = call[name]
             if value is None or value is self.defaults.get(name, call):
                 continue
@@ -193,7 +198,7 @@ def _prefill(signature: _Signature, call: dict[str, Any], unpack: Any) -> Tensor
     if flags is not None and flags.shape[0] > sequences:
         flags = flags[:sequences]
     return causal_conv1d_fn(
-        x.transpose(0, 1),
+        x.t(),
         _weight(call["weight"], unpack),
         pool,
         offsets,
@@ -202,7 +207,7 @@ def _prefill(signature: _Signature, call: dict[str, Any], unpack: Any) -> Tensor
         bias=call.get("bias"),
         activation=activation,
         pad_slot_id=NO_PADDING if indices is None else null_block,
-    ).transpose(0, 1)
+    ).t()
 
 
 def update_adapter(

@@ -140,8 +140,10 @@ DEVICE void compute_singles(const Parameters &p, const Taps &taps, const Tile &t
   NO_UNROLL for (int place = 0; place < ROWS; place += GROUP) {
     Raw<X, VEC> inputs[GROUP];
     UNROLL for (int u = 0; u < GROUP; ++u) inputs[u] = read_shared<X, VEC>(tile.rows[(place + u) * THREADS]);
-    convolve_singles<GROUP>(p, taps, tile.channel, sequence + place, GROUP, false, false, inputs,
-                            tile.out + place * tile.out_pitch, tile.out_pitch);
+    Sequence s[GROUP];
+    UNROLL for (int u = 0; u < GROUP; ++u) s[u] = read_sequence(p, sequence + place + u, false);
+    convolve_singles<GROUP>(p, taps, tile.channel, s, GROUP, false, inputs, tile.out + place * tile.out_pitch,
+                            tile.out_pitch);
   }
 }
 

@@ -5,8 +5,8 @@
 
 #if PACKED
 // AHEAD rows are loaded before the first is needed.
-DEVICE void update(const Parameters &p, int index, i64 channel, const Taps &taps, bool report) {
-  const Sequence s = read_sequence(p, index, true);
+DEVICE void update(const Parameters &p, const SequencePlace &place, int index, i64 channel, const Taps &taps, bool report) {
+  const Sequence s = read_sequence(p, place, index, true);
   const int fault = s.fault | (index == 0 && s.begin != 0 ? FAULT_OFFSETS : 0);
   if (report && fault) raise_fault(p.fault_flag, fault);
   if (!s.live) {
@@ -63,23 +63,41 @@ DEVICE void update(const Parameters &p, int index, i64 channel, const Taps &taps
 
 #endif
 
+// The chain that decides a small step is: earlier grid, slot number, window, result. So whatever does not hang on the
+// earlier grid is done in front of the wait, addresses included.
 KERNEL(THREADS, MIN_BLOCKS) conv_update(PARAMETER Parameters p) {
+  let_later_grids_start();
   const i64 channel = ((i64)(blockIdx.z * gridDim.y + blockIdx.y) * THREADS + threadIdx.x) * VEC;
   const bool active = channel < p.channels;
-  let_later_grids_start();
   // Weights and bias are constants of the model: no earlier kernel of the step writes them.
-  const Taps taps = unpack_taps(fetch_taps(p, active ? channel : 0));
+  const RawTaps raw_taps = fetch_taps(p, active ? channel : 0);
+#if PACKED
+  const int index = (int)blockIdx.x;
+  SequencePlace place = place_of(p, index);
+  hold(place);
   wait_for_earlier_grids();
   if (!active) return;
-#if PACKED
-  update(p, (int)blockIdx.x, channel, taps, channel == 0);
+  update(p, place, index, channel, unpack_taps(raw_taps), channel == 0);
 #else
-  const int first = (int)blockIdx.x * SEQUENCES, left = p.rows - first;
-  Raw<X, VEC> inputs[SEQUENCES];
-  UNROLL for (int i = 0; i < SEQUENCES; ++i)
-    if (i < left) inputs[i] = load_row(p, first + i, channel);
+  const int first = (int)blockIdx.x * SEQUENCES, left = p.rows - first;  // at least one
+  SequencePlace places[SEQUENCES];
+  const char *rows[SEQUENCES];
+  UNROLL for (int i = 0; i < SEQUENCES; ++i) {
+    const int index = i == 0 || i < left ? first + i : first;
+    places[i] = place_of(p, index);
+    rows[i] = row_address(p, index, channel);
+    hold(places[i]);
+    hold(rows[i]);
+  }
   const i64 out_pitch = p.out_row_stride * X::SIZE;
-  convolve_singles<SEQUENCES>(p, taps, channel, first, left, true, channel == 0, inputs,
-                              (char *)p.out + first * out_pitch + channel * X::SIZE, out_pitch);
+  char *out = (char *)p.out + first * out_pitch + channel * X::SIZE;
+  hold(out);
+  wait_for_earlier_grids();
+  if (!active) return;
+  Sequence s[SEQUENCES];
+  Raw<X, VEC> inputs[SEQUENCES];
+  UNROLL for (int i = 0; i < SEQUENCES; ++i) s[i] = read_sequence(p, places[i], first + i, true);
+  UNROLL for (int i = 0; i < SEQUENCES; ++i) inputs[i] = load<X, VEC, true>(rows[i]);
+  convolve_singles<SEQUENCES>(p, unpack_taps(raw_taps), channel, s, left, channel == 0, inputs, out, out_pitch);
 #endif
 }

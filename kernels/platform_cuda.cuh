@@ -124,6 +124,14 @@ DEVICE void let_later_grids_start() {
 #endif
 }
 
+// Let an address in global memory be computed here and not where it is first used.
+template <class T>
+DEVICE void hold(T *&pointer) {
+  u64 address = __cvta_generic_to_global(pointer);  // so that the compiler still knows the memory behind the asm
+  asm volatile("" : "+l"(address));
+  pointer = (T *)__cvta_global_to_generic(address);
+}
+
 DEVICE void raise_fault(int *flag, int code) { atomicOr(flag, code); }
 
 // Place of the first of the ascending values that is above key; count if none is. A warp probes 32 places at a time:

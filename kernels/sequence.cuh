@@ -13,15 +13,41 @@ struct Sequence {
   bool has_history;   // the window is read from the slot; else it is zeros and the slot is not read
 };
 
+// Where a sequence's numbers lie. Addresses follow from the launch alone, so a kernel can have them before it waits for
+// the grid that may still write the numbers.
+struct SequencePlace {
+  const int *offsets;                      // begin and end, if there are offsets
+  const int *slot;
+  const unsigned char *has_initial_state;  // or null
+  const int *num_accepted_tokens;          // or null
+};
+
+DEVICE SequencePlace place_of(const Parameters &p, int index) {
+  SequencePlace place;
+  place.offsets = SEQUENCES > 0 ? nullptr : p.cu_seqlens + index;
+  place.slot = p.slots + index * p.slots_stride;
+  place.has_initial_state = p.has_initial_state ? p.has_initial_state + index : nullptr;
+  place.num_accepted_tokens = p.num_accepted_tokens ? p.num_accepted_tokens + index : nullptr;
+  return place;
+}
+
+// Have the addresses now, not where they are used.
+DEVICE void hold(SequencePlace &place) {
+  if constexpr (SEQUENCES == 0) hold(place.offsets);
+  hold(place.slot);
+  hold(place.has_initial_state);
+  hold(place.num_accepted_tokens);
+}
+
 // `absent_history` answers for sequences when no flags are given.
-DEVICE Sequence read_sequence(const Parameters &p, int index, bool absent_history) {
+DEVICE Sequence read_sequence(const Parameters &p, const SequencePlace &place, int index, bool absent_history) {
   constexpr bool ONE_ROW_EACH = SEQUENCES > 0;  // no offsets: nothing about them to read or to doubt
   Sequence s;
-  s.begin = ONE_ROW_EACH ? index : p.cu_seqlens[index];
-  s.end = ONE_ROW_EACH ? index + 1 : p.cu_seqlens[index + 1];
-  s.slot = p.slots[index * p.slots_stride];
-  s.has_history = p.has_initial_state ? p.has_initial_state[index] != 0 : absent_history;
-  const int accepted = p.num_accepted_tokens ? p.num_accepted_tokens[index] : 1;
+  s.begin = ONE_ROW_EACH ? index : place.offsets[0];
+  s.end = ONE_ROW_EACH ? index + 1 : place.offsets[1];
+  s.slot = *place.slot;
+  s.has_history = place.has_initial_state ? *place.has_initial_state != 0 : absent_history;
+  const int accepted = place.num_accepted_tokens ? *place.num_accepted_tokens : 1;
   s.window_start = accepted > 0 ? accepted - 1 : 0;
   s.fault = 0;
   const bool bad_offsets = !ONE_ROW_EACH && (s.begin < 0 || s.end < s.begin || s.end > p.rows);
@@ -32,4 +58,8 @@ DEVICE Sequence read_sequence(const Parameters &p, int index, bool absent_histor
   if (!padding & !s.live)
     s.fault = bad_offsets ? FAULT_OFFSETS : empty ? 0 : bad_slot ? FAULT_SLOT : FAULT_ACCEPTED_COUNT;
   return s;
+}
+
+DEVICE Sequence read_sequence(const Parameters &p, int index, bool absent_history) {
+  return read_sequence(p, place_of(p, index), index, absent_history);
 }

@@ -2,18 +2,14 @@
 // All their loads are in flight together, and the taps are read once for all of them. Sequence i owns row i of `out`
 // and input i; a step that counts accepted tokens leaves the same slot as a plain one, since it has one token.
 template <int COUNT>
-DEVICE void convolve_singles(const Parameters &p, const Taps &taps, i64 channel, int sequence, int count,
-                             bool absent_history, bool report, const Raw<X, VEC> (&inputs)[COUNT], char *out,
-                             i64 out_pitch) {
-  Sequence s[COUNT];
+DEVICE void convolve_singles(const Parameters &p, const Taps &taps, i64 channel, const Sequence (&s)[COUNT], int count,
+                             bool report, const Raw<X, VEC> (&inputs)[COUNT], char *out, i64 out_pitch) {
   SlotWindow fetched[COUNT];
   UNROLL for (int i = 0; i < COUNT; ++i)
-    if (i < count) s[i] = read_sequence(p, sequence + i, absent_history);
-  UNROLL for (int i = 0; i < COUNT; ++i)
-    if (i < count && s[i].live && s[i].has_history)
+    if ((i == 0 || i < count) && s[i].live && s[i].has_history)
       fetch_window(p, s[i].slot, channel, s[i].window_start, fetched[i]);
   UNROLL for (int i = 0; i < COUNT; ++i)
-    if (i < count) {
+    if (i == 0 || i < count) {
       Window window;
       clear(window);
       if (s[i].live && s[i].has_history) unpack_window(p, channel, fetched[i], s[i].window_start, window);
@@ -23,5 +19,5 @@ DEVICE void convolve_singles(const Parameters &p, const Taps &taps, i64 channel,
       store<X, VEC, true>(out + i * out_pitch, result);
     }
   UNROLL for (int i = 0; i < COUNT; ++i)
-    if (report && i < count && s[i].fault) raise_fault(p.fault_flag, s[i].fault);
+    if (report && (i == 0 || i < count) && s[i].fault) raise_fault(p.fault_flag, s[i].fault);
 }

@@ -36,8 +36,12 @@ DEVICE Taps unpack_taps(const RawTaps &raw) {
   return taps;
 }
 
+DEVICE const char *row_address(const Parameters &p, int row, i64 channel) {
+  return (const char *)p.x + (row * p.x_row_stride + channel) * X::SIZE;
+}
+
 DEVICE Raw<X, VEC> load_row(const Parameters &p, int row, i64 channel) {
-  return load<X, VEC, true>((const char *)p.x + (row * p.x_row_stride + channel) * X::SIZE);
+  return load<X, VEC, true>(row_address(p, row, channel));
 }
 
 DEVICE void store_row(const Parameters &p, int row, i64 channel, const Raw<X, VEC> &raw) {

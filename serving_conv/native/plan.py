@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Sequence
-from itertools import combinations
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ Tensors = tuple[Tensor | None, ...]
 speculative, checkpoint_offsets, checkpoint_tokens, checkpoint_slots."""
 
 _OUT = 4
+_WRITTEN, _STEP = 3, 5  # where the written tensors begin, and what changes from step to step
 _MOST_RECENT, _MOST_PLANS, _MOST_ADDRESSES = 4, 4096, 4096
 
 
@@ -125,7 +125,7 @@ class Plan:
         self._state_extent = _extent(arguments["conv_state"])
         self._out_extent = _extent(out)
         self._scratch_extent = _extent(arguments.get("workspace"))
-        self._sound: set[tuple[tuple[int, ...], int]] = set()  # addresses whose overlap was looked at
+        self._sound: set[tuple[int, ...]] = set()  # addresses whose overlap was looked at
 
     @staticmethod
     def possible(arguments: dict[str, Any]) -> bool:
@@ -181,13 +181,14 @@ class Plan:
                 tensors = (x, weight, bias, conv_state, cu_seqlens, slots, has_initial_state, num_accepted_tokens)
                 if _shares_storage(workspace, (*tensors, out, *of_step)):
                     return None
-        checked = (addresses, scratch)
-        if checked not in self._sound:
+        # An engine's rows, layers and metadata lie in few places each, but meet in many combinations.
+        layer, step = (scratch, *addresses[:_STEP]), (scratch, *addresses[_WRITTEN:])
+        if layer not in self._sound or step not in self._sound:
             if not self._is_sound(addresses, scratch):
                 return None
             if len(self._sound) >= _MOST_ADDRESSES:
                 self._sound.clear()
-            self._sound.add(checked)
+            self._sound |= {layer, step}
         self._launch.launch(addresses, torch._C._cuda_getCurrentRawStream(device_index))
         return out
 
@@ -196,21 +197,19 @@ class Plan:
         x, weight, bias, state, out, offsets, slots, flags, counts, _, *of_step = addresses
         if (x | weight | bias | state | out) & 15:
             return False
-        written = (
-            (state, self._state_extent),
-            (out, self._out_extent),
-            (scratch, self._scratch_extent if scratch else 0),
-        )
-        for read in zip((x, weight, bias, offsets, slots, flags, counts, *of_step), self._reads, strict=True):
-            in_place = self._in_place and read[0] == x == out
-            if any(_overlap(read, one) for one in written if not (in_place and one[0] == out)):
+        state_end, out_end = state + self._state_extent, out + self._out_extent
+        scratch_end = scratch + self._scratch_extent if scratch else 0
+        if state < out_end and out < state_end:
+            return False
+        if (scratch < state_end and state < scratch_end) or (scratch < out_end and out < scratch_end):
+            return False
+        for at, extent in zip((x, weight, bias, offsets, slots, flags, counts, *of_step), self._reads, strict=True):
+            end = at + extent
+            if (at < state_end and state < end) or (at < scratch_end and scratch < end):
                 return False
-        return not any(_overlap(one, other) for one, other in combinations(written, 2))
-
-
-def _overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
-    """Whether two pieces of memory, each an address and a number of bytes, share a byte."""
-    return one[0] < other[0] + other[1] and other[0] < one[0] + one[1]
+            if at < out_end and out < end and not (self._in_place and at == x == out):
+                return False
+        return True
 
 
 class PreparedLaunch:

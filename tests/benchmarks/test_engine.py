@@ -12,6 +12,7 @@ if str(ROOT) not in sys.path:
 
 from benchmarks.engine import _timed_runs, _token_runs, compare_tokens  # noqa: E402
 from benchmarks.engine_models import MODELS  # noqa: E402
+from benchmarks.engine_summary import markdown, read_lines  # noqa: E402
 
 
 def _steps(*ids: int, logprob: float = -1.0, second: float = -1.5) -> list[Any]:
@@ -43,3 +44,17 @@ def test_every_model_runs_stock_and_with_the_plugin() -> None:
     for model in MODELS:
         assert {run.plugin for run in runs if run.model == model} == {False, True}
     assert all(run.options["kv_cache_memory_bytes"] for run in runs)
+
+
+def test_the_readme_shows_the_committed_results() -> None:
+    folder = ROOT / "benchmarks"
+    shown = (folder / "README.md").read_text().split("<!-- engine -->\n")[1].split("<!-- /engine -->")[0]
+    assert shown.strip() == markdown(read_lines(folder / "results" / "h200-engine.jsonl")).strip()
+
+
+def test_our_own_runs_of_the_committed_results_agree() -> None:
+    lines = read_lines(ROOT / "benchmarks" / "results" / "h200-engine.jsonl")
+    own = [line for line in lines if line["what"] == "engine tokens" and "no graphs" in line["first"]]
+    assert len(own) == 4
+    assert all(line["equal"] for line in own)
+    assert all(line["kernels_compiled_after_start"] == 0 for line in lines if line["what"] == "engine")

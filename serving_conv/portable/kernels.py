@@ -89,6 +89,7 @@ class Tile(NamedTuple):
     """The channels of a program, and where they lie.
 
     Attributes:
+        first_channel: the number of the first.
         channel: `[CHANNELS]`, their numbers.
         exists: `[CHANNELS]`, the mask of those below the channels of a row.
         at_channel: int64 `[CHANNELS]`, their offsets in a slot.
@@ -101,6 +102,7 @@ class Tile(NamedTuple):
         position_stride: elements.
     """
 
+    first_channel: Any
     channel: Any
     exists: Any
     at_channel: Any
@@ -136,8 +138,8 @@ def _tile(
         if LAYOUT == POSITIONS_CONTIGUOUS:
             position_stride = 1
     return Tile(
-        channel, exists, at_channel, x, x_row_stride * VEC, out, out_row_stride * VEC, conv_state, slot_stride,
-        position_stride,
+        number * CHANNELS, channel, exists, at_channel, x, x_row_stride * VEC, out, out_row_stride * VEC, conv_state,
+        slot_stride, position_stride,
     )  # fmt: skip
 
 
@@ -252,6 +254,26 @@ def _convolve(inputs, first: tl.constexpr, taps, bias, SILU: tl.constexpr, PTX: 
     return total
 
 
+@triton.jit
+def _select(bits, yes, no, PTX: tl.constexpr):
+    """`yes` where `bits` are all ones, `no` where they are 0: one instruction for two values of 16 bits.
+
+    By `tl.where` each of them would take a register of its own.
+    """
+    if PTX and yes.dtype.primitive_bitwidth == 16:
+        result = tl.inline_asm_elementwise(
+            "lop3.b32 $0, $3, $1, $2, 0xCA;",
+            "=r,r,r,r,r",
+            [yes, no, bits],
+            dtype=yes.dtype,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        result = tl.where(bits != 0, yes, no)
+    return result
+
+
 # --- what a sequence is
 
 
@@ -286,9 +308,12 @@ def _read_sequence(index, mask, of, WIDTH: tl.constexpr, ABSENT_HISTORY: tl.cons
 
 
 @triton.jit
-def _first_above(offsets, count, row):
-    """How many offsets, from the first on, are at or below `row` (one or a vector of them), by halving."""
-    low = row * 0
+def _first_above(offsets, start, count, row):
+    """The first of `count` offsets from number `start` on that lies above `row` (one or a vector of them), by halving.
+
+    Whatever the offsets hold, a later row never gets an earlier one.
+    """
+    low = row * 0 + start
     high = low + count
     remaining = count
     while remaining > 0:
@@ -326,33 +351,47 @@ def _report_faults(flag, of, WIDTH: tl.constexpr):
 
 # --- packed steps
 
-# What a program does to a row, as bits; `_place_rows` says what they mean.
-AGE = tl.constexpr(15)
-LIVE = tl.constexpr(16)
-HISTORY = tl.constexpr(32)
-WRITES = tl.constexpr(64)
-READS_SLOT = tl.constexpr(128)
-ENDS_HERE = tl.constexpr(256)
-ENDS_LATER = tl.constexpr(512)
-BEGINS_DRAFTS = tl.constexpr(1024)
+LANES = tl.constexpr(32)  # of vectors over the rows of a program
 
 
 class Places(NamedTuple):
-    """Rows of a program, and of the W-2 behind them: int32 vectors `[2 * ROWS]`.
+    """Where the rows of a program lie in their sequences.
+
+    Sets of rows are bits of one number, bit i for row `row0 + i`.
 
     Attributes:
-        row: their numbers.
-        bits: what the program does to each.
-        slot: of its sequence.
-        start: position of the slot where its sequence's window starts.
-        end: behind its sequence's last row.
+        row: int32 `[LANES]`, their numbers.
+        slot: int32 `[LANES]`, of each row's sequence.
+        start: int32 `[LANES]`, position of the slot where its window starts.
+        end: int32 `[LANES]`, behind its sequence's last row.
+        live: set of the rows that have a result; others are zero.
+        history: set of the live rows whose sequences have any.
+        writes: set of the rows that this program writes.
+        begins: set of the live rows that are their sequence's first.
+        ends: set of the rows that are the last of a sequence that begins in these rows, and keeps its last inputs.
+        drafts: set of the rows that are the first of several drafts.
+        holder: slot of the sequence that began before these rows and lives in the first of them, or -1.
+        spilled: how many rows behind these this program computes too.
+        spilled_end: behind the last row of the last row's sequence.
+        last_slot: of the last row's sequence.
+        last_keeps: whether that sequence begins in these rows, ends behind them, and keeps its last inputs.
     """
 
     row: Any
-    bits: Any
     slot: Any
     start: Any
     end: Any
+    live: Any
+    history: Any
+    writes: Any
+    begins: Any
+    ends: Any
+    drafts: Any
+    holder: Any
+    spilled: Any
+    spilled_end: Any
+    last_slot: Any
+    last_keeps: Any
 
 
 @triton.jit
@@ -362,87 +401,188 @@ def _of_row(values, places, row):
 
 
 @triton.jit
-def _place_rows(row, row0, row1, of, WIDTH: tl.constexpr):
-    """Where each of the rows `row` lies in its sequence, and what the program of rows row0 to row1-1 does to it.
-
-    That program alone touches the slots of sequences that begin in its rows, so it also computes their first W-1 rows
-    where they spill over into the rows behind, and leaves out those that spilled over from before.
-
-    Returns:
-        The places, whose bits are
-            AGE            tokens of the sequence before the row; W-1 if there are more
-            LIVE           the row has a result; else it is zero
-            HISTORY        its sequence has any
-            WRITES         this program writes the row
-            READS_SLOT     its window reaches into the slot
-            ENDS_HERE      it is the last row of a sequence that begins in these rows
-            ENDS_LATER     its sequence begins in these rows, and ends behind all that this program computes
-            BEGINS_DRAFTS  it is the first of several drafts
-        and how many rows from row1 on this program computes too.
-    """
-    owner = _first_above(of.cu_seqlens, of.count + 1, row) - 1
-    owned = (row < of.rows) & (owner >= 0) & (owner < of.count)
-    begin, end, slot, start, history, live, _ = _read_sequence(owner, owned, of, WIDTH, False)
-    live = live & (begin <= row) & (row < end)  # only offsets that go backwards lead to a row outside: zero
-    age = tl.where(live, tl.minimum(row - begin, WIDTH - 1), 0)
-    young = live & (age < WIDTH - 1)
-    begins_here = live & (begin >= row0) & (begin < row1)
-    spills = young & begins_here & (row >= row1)
-    writes = owned & tl.where(row < row1, (young & (begin < row0)) == 0, spills)
-    keeps_last = begins_here
-    bits = age | tl.where(live, LIVE, 0) | tl.where(history & live, HISTORY, 0) | tl.where(writes, WRITES, 0)
-    if of.drafts is not None:
-        several = live & (end - begin > 1) & (tl.load(of.drafts + owner, mask=owned, other=0) != 0)
-        keeps_last = keeps_last & (several == 0)
-        bits |= tl.where(several & (row == begin), BEGINS_DRAFTS, 0)
-    bits |= tl.where(history & young & begins_here & writes, READS_SLOT, 0)
-    bits |= tl.where(keeps_last & (row == end - 1), ENDS_HERE, 0)
-    bits |= tl.where(keeps_last & (end > row1) & (end - begin >= WIDTH), ENDS_LATER, 0)
-    return Places(row, bits, slot, start, end), tl.sum(spills.to(tl.int32), axis=0)
+def _set_of(condition):
+    """The set of rows, as bits of one number, that a vector over rows says yes to."""
+    return tl.sum(condition.to(tl.int32) << tl.arange(0, LANES), axis=0)
 
 
 @triton.jit
-def _convolve_group(
-    tile, places, first, rows, taps, bias, WIDTH: tl.constexpr, SILU: tl.constexpr, PTX: tl.constexpr,
-    GROUP: tl.constexpr, KEEP: tl.constexpr, COUNTED: tl.constexpr,
-):  # fmt: skip
-    """Rows `first` to `first + GROUP - 1`, whatever sequences they belong to, and the slots of those that end here.
+def _place_rows(row0, row1, first, of, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    """Where rows row0 to row1-1 lie in their sequences, and what their program does to each.
 
-    All loads come first. A tap's input comes from x, from the slot, or is zero, as the row's age says.
+    `first` is the number of the first offset above row0.
+    That program alone touches the slots of sequences that begin in its rows, so it also computes their first W-1 rows
+    where they spill over into the rows behind, and leaves out those that spilled over from before.
     """
-    inputs = ()
-    for i in tl.static_range(GROUP + WIDTH - 1):
-        row = first + (i - (WIDTH - 1))
-        where = tile.exists & (row >= 0) & (row < rows)
-        value = tl.load(_at_row(tile, first, i - (WIDTH - 1)), mask=where, other=0.0)
-        inputs = inputs + (value.to(KEEP),)
-    windows = ()
-    bits_of = ()
-    slot_of = ()
-    for u in tl.static_range(GROUP):
-        bits = _of_row(places.bits, places, first + u)
-        slot = _of_row(places.slot, places, first + u)
-        age = bits & AGE
-        oldest = age.to(tl.int64)  # position of the slot where this row's window starts
-        if COUNTED:
-            oldest += _of_row(places.start, places, first + u)
+    row = row0 + tl.arange(0, LANES)
+    # ROWS rows have no more owners than that, but for empty sequences.
+    near = first + (ROWS - 1)
+    remaining = of.count + 1 - first
+    above = tl.load(of.cu_seqlens + near, mask=near <= of.count, other=0x7FFFFFFF) >= row1
+    owner = _first_above(of.cu_seqlens, first, tl.where(above, tl.minimum(remaining, ROWS - 1), remaining), row) - 1
+    owned = (row < row1) & (owner >= 0) & (owner < of.count)
+    begin, end, slot, start, history, live, _ = _read_sequence(owner, owned, of, WIDTH, False)
+    live = live & (begin <= row) & (row < end)  # only offsets that go backwards lead to a row outside: zero
+    begins_here = live & (begin >= row0)
+    keeps_last = begins_here
+    drafts = row0 * 0
+    if of.drafts is not None:
+        several = live & (end - begin > 1) & (tl.load(of.drafts + owner, mask=owned, other=0) != 0)
+        keeps_last = keeps_last & (several == 0)
+        drafts = _set_of(several & (row == begin))
+    last = row == row1 - 1
+    spilled = tl.minimum(begin + (WIDTH - 1), end) - row1
+    return Places(
+        row,
+        slot,
+        start,
+        end,
+        live=_set_of(live),
+        history=_set_of(live & history),
+        writes=_set_of(owned & ((live & (begin < row0) & (row - begin < WIDTH - 1)) == 0)),
+        begins=_set_of(live & (begin == row)),
+        ends=_set_of(keeps_last & (row == end - 1)),
+        drafts=drafts,
+        holder=tl.sum(tl.where(live & (row == row0) & (begin < row0), slot + 1, 0), axis=0) - 1,
+        spilled=tl.sum(tl.where(last & begins_here, tl.maximum(spilled, 0), 0), axis=0),
+        spilled_end=tl.sum(tl.where(last, end, 0), axis=0),
+        last_slot=tl.sum(tl.where(last, slot, 0), axis=0),
+        last_keeps=tl.sum(tl.where(last & keeps_last & (end > row1), 1, 0), axis=0) != 0,
+    )
+
+
+@triton.jit
+def _prefetch_windows(
+    tile, places, WIDTH: tl.constexpr, LAYOUT: tl.constexpr, EVEN: tl.constexpr, CHANNELS: tl.constexpr,
+    COUNTED: tl.constexpr,
+):  # fmt: skip
+    """Starts the old windows of all sequences that begin in these rows on their way to the L2 cache (sm_90).
+
+    One thread a row asks for a position's whole tile of channels. Slots that lie unaligned, or whose channels are not
+    contiguous, go without.
+    """
+    if LAYOUT == CHANNELS_CONTIGUOUS and EVEN:
+        size: tl.constexpr = CHANNELS * tile.state.dtype.element_ty.primitive_bitwidth // 8
+        reads = (places.begins & places.history) >> tl.arange(0, LANES) & 1
+        start = places.start.to(tl.int64) if COUNTED else 0
         for tap in tl.static_range(WIDTH - 1):
-            is_old = age < WIDTH - 1 - tap
-            where = tile.exists & is_old & (bits & READS_SLOT != 0)
-            old = tl.load(_at_position(tile, slot, oldest + tap), mask=where, other=0.0)
-            windows = windows + (tl.where(is_old, old.to(KEEP), inputs[u + tap]),)
-        windows = windows + (inputs[u + WIDTH - 1],)
-        bits_of = bits_of + (bits,)
-        slot_of = slot_of + (slot,)
-    # Every thread has its part of the windows before any thread overwrites a slot.
-    tl.debug_barrier()
-    for u in tl.static_range(GROUP):
-        bits = bits_of[u]
-        result = tl.where(bits & LIVE != 0, _convolve(windows, u * WIDTH, taps, bias, SILU, PTX), 0.0)
-        _store_result(tile, first, u, result, tile.exists & (bits & WRITES != 0))
-        if bits & ENDS_HERE != 0:
+            at = tile.state + places.slot.to(tl.int64) * tile.slot_stride + (start + tap) * tile.position_stride
+            at = (at + tile.first_channel).to(tl.int64)
+            tl.inline_asm_elementwise(
+                """
+                {
+                .reg .pred p;
+                .reg .b32 t;
+                mov.u32 t, %tid.x;
+                setp.lt.u32 p, t, 32;
+                setp.ne.and.s32 p, $2, 0, p;
+                @p cp.async.bulk.prefetch.L2.global [$1], $3;
+                mov.b32 $0, 0;
+                }
+                """,
+                "=r,l,r,r",
+                [at, tl.where(at % 16 == 0, reads, 0), size],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
+
+
+@triton.jit
+def _fetch_windows(
+    tile, places, row0, FIRST: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, KEEP: tl.constexpr,
+    COUNTED: tl.constexpr,
+):  # fmt: skip
+    """The slots of rows FIRST to FIRST + GROUP - 1 of a program, and the old windows of those that begin a sequence."""
+    slots = ()
+    windows = ()
+    for u in tl.static_range(FIRST, FIRST + GROUP):
+        slot = _of_row(places.slot, places, row0 + u)
+        start = _of_row(places.start, places, row0 + u).to(tl.int64) if COUNTED else 0
+        where = tile.exists & ((places.begins & places.history) >> u & 1 != 0)
+        for tap in tl.static_range(WIDTH - 1):
+            old = tl.load(_at_position(tile, slot, start + tap), mask=where, other=0.0)
+            windows = windows + (old.to(KEEP),)
+        slots = slots + (slot,)
+    return slots, windows
+
+
+@triton.jit
+def _convolve_places(
+    tile, places, inputs, row0, row1, taps, bias, WIDTH: tl.constexpr, SILU: tl.constexpr, PTX: tl.constexpr,
+    ROWS: tl.constexpr, GROUP: tl.constexpr, KEEP: tl.constexpr, COUNTED: tl.constexpr,
+):  # fmt: skip
+    """All rows of a program, whatever sequences they belong to, and the slots of the sequences that begin in them.
+
+    The window slides over the rows, and is the old one of a slot where a sequence begins. GROUP rows are computed
+    together while the old windows of the next are on their way.
+    """
+    window = ()
+    for i in tl.static_range(WIDTH - 1):
+        window = window + (inputs[i].to(KEEP),)
+    holder = places.holder
+    is_short = row1 - row0 < ROWS  # then `inputs` are not these rows
+    slots, windows = _fetch_windows(tile, places, row0, 0, GROUP, WIDTH, KEEP, COUNTED)
+    spilled = ()
+    finals = ()
+    for first in tl.static_range(0, ROWS, GROUP):
+        next_slots = ()
+        next_windows = ()
+        if first + GROUP < ROWS:
+            next_slots, next_windows = _fetch_windows(
+                tile, places, row0, first + GROUP, GROUP, WIDTH, KEEP, COUNTED
+            )  # fmt: skip
+        else:
+            for i in tl.static_range(WIDTH - 2):
+                behind = tl.load(_at_row(tile, row1, i), mask=tile.exists & (i < places.spilled), other=0.0)
+                spilled = spilled + (behind.to(KEEP),)
+            ends_later = places.last_keeps & (places.spilled_end > row1 + places.spilled)
+            for i in tl.static_range(WIDTH - 1):
+                at_final = _at_row(tile, places.spilled_end, i - (WIDTH - 1))
+                finals = finals + (tl.load(at_final, mask=tile.exists & ends_later, other=0.0),)
+        fetched = ()
+        for u in tl.static_range(first, first + GROUP):
+            missing = tile.exists & is_short & (row0 + u < row1)
+            input = tl.load(_at_row(tile, row0, u), mask=missing, other=inputs[u + WIDTH - 1])
+            fetched = fetched + (input.to(KEEP),)
+        # Every thread has its part of the old windows before any thread overwrites a slot.
+        tl.debug_barrier()
+        sound = ()
+        kept = ()
+        for u in tl.static_range(GROUP):
+            begins = -(places.begins >> (first + u) & 1)
+            slid = ()
+            for tap in tl.static_range(WIDTH - 1):
+                slid = slid + (_select(begins, windows[u * (WIDTH - 1) + tap], window[tap], PTX),)
+            slid = slid + (fetched[u],)
+            # Where offsets go backwards a row may follow another sequence's window: it is zero, its slot untouched.
+            holder = tl.where(begins != 0, slots[u], holder)
+            sound = sound + (holder == slots[u],)
+            live = tl.where(sound[u], -(places.live >> (first + u) & 1), 0)
+            result = _convolve(slid, 0, taps, bias, SILU, PTX).to(tile.out.dtype.element_ty)
+            result = _select(live, result, tl.zeros_like(result), PTX)
+            _store_result(tile, row0, first + u, result, tile.exists & (places.writes >> (first + u) & 1 != 0))
+            window = slid[1:]
+            kept = kept + (window,)
+        for u in tl.static_range(GROUP):
+            if sound[u] & (places.ends >> (first + u) & 1 != 0):
+                for position in tl.static_range(WIDTH - 1):
+                    _store_input(tile, slots[u], position, kept[u][position], tile.exists)
+        slots = next_slots
+        windows = next_windows
+    if holder == places.last_slot:
+        if places.spilled > 0:
+            for i in tl.static_range(WIDTH - 2):
+                slid = window + (spilled[i],)
+                value = _convolve(slid, 0, taps, bias, SILU, PTX)
+                _store_result(tile, row1, i, value, tile.exists & (i < places.spilled))
+                window = slid[1:]
+                ends = places.last_keeps & (row1 + i == places.spilled_end - 1) & (i < places.spilled)
+                for position in tl.static_range(WIDTH - 1):
+                    _store_input(tile, places.last_slot, position, window[position], tile.exists & ends)
+        if ends_later:
             for position in tl.static_range(WIDTH - 1):
-                _store_input(tile, slot_of[u], position, windows[u * WIDTH + position + 1], tile.exists)
+                _store_input(tile, places.last_slot, position, finals[position], tile.exists)
 
 
 @triton.jit
@@ -519,7 +659,7 @@ def _store_early_checkpoints(tile, checkpoints, of, sequence, row0, row1, WIDTH:
 @triton.jit
 def _store_checkpoint(tile, index, checkpoints, of, fault_flag, report, WIDTH: tl.constexpr):
     """One checkpoint after W-1 tokens or more, which holds rows alone; its fault too, whatever its count."""
-    sequence = _first_above(checkpoints.offsets, of.count + 1, index) - 1
+    sequence = _first_above(checkpoints.offsets, 0, of.count + 1, index) - 1
     owned = (sequence >= 0) & (sequence < of.count)  # else nobody's, as behind the last of a padded step
     begin, end, _, _, _, live, _ = _read_sequence(sequence, owned, of, WIDTH, False)
     if live:
@@ -586,7 +726,7 @@ def conv_prefill(
 
     if (tl.program_id(0) == 0) & (block == 0):
         _report_faults(fault_flag, of, WIDTH)
-    sequence = _first_above(cu_seqlens, sequences + 1, row0) - 1
+    sequence = _first_above(cu_seqlens, 0, sequences + 1, row0) - 1
     owned = (sequence >= 0) & (sequence < sequences)
     begin, end, _, _, _, live, _ = _read_sequence(sequence, owned, of, WIDTH, False)
     if live & (row0 - begin >= WIDTH - 1) & (end - row0 >= ROWS):
@@ -596,28 +736,23 @@ def conv_prefill(
 
     if checkpoint_offsets is not None:
         _store_early_checkpoints(tile, named, of, sequence, row0, row1, WIDTH)
-    places, spilled = _place_rows(row0 + tl.arange(0, 2 * ROWS), row0, row1, of, WIDTH)
+    places = _place_rows(row0, row1, sequence + 1, of, WIDTH, ROWS)
+    if DEPENDENT:
+        _prefetch_windows(tile, places, WIDTH, LAYOUT, EVEN, CHANNELS, counts is not None)
     # Raw inputs keep their type, and their bits, where pool and x agree; fp32 holds every accepted type exactly.
     keep: tl.constexpr = x.dtype.element_ty if x.dtype.element_ty == conv_state.dtype.element_ty else tl.float32
-    row = row0
-    while row < row1 + spilled:  # not `range`, whose bounds Triton's interpreter cannot take from a current numpy
-        _convolve_group(
-            tile, places, row, rows, taps, bias_value, WIDTH, SILU, PTX, GROUP, keep, counts is not None
-        )  # fmt: skip
-        row += GROUP
-    if _of_row(places.bits, places, row1 - 1) & ENDS_LATER != 0:
-        tl.debug_barrier()
-        slot, end = _of_row(places.slot, places, row1 - 1), _of_row(places.end, places, row1 - 1)
-        _store_final_inputs(tile, slot, end, WIDTH)
+    _convolve_places(
+        tile, places, inputs, row0, row1, taps, bias_value, WIDTH, SILU, PTX, ROWS, GROUP, keep, counts is not None
+    )  # fmt: skip
     if drafts is not None:
         tl.debug_barrier()
         row = row0
         while row < row1:
-            bits = _of_row(places.bits, places, row)
-            if bits & BEGINS_DRAFTS != 0:
+            if places.drafts >> (row - row0) & 1 != 0:
                 slot, start = _of_row(places.slot, places, row), _of_row(places.start, places, row)
                 end = _of_row(places.end, places, row)
-                _store_drafts(tile, slot, row, end, start, bits & HISTORY != 0, positions, WIDTH)
+                history = places.history >> (row - row0) & 1 != 0
+                _store_drafts(tile, slot, row, end, start, history, positions, WIDTH)
             row += 1
 
 

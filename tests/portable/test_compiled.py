@@ -139,7 +139,7 @@ def test_rows_and_slots_move_in_whole_words(kind: str) -> None:
     assert not [line for line in accesses if ".b16" in line]
 
 
-def test_a_multiprocessor_holds_five_programs_of_prefill(tmp_path: Path) -> None:
+def test_a_multiprocessor_holds_four_programs_of_prefill(tmp_path: Path) -> None:
     import triton
 
     cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -150,7 +150,7 @@ def test_a_multiprocessor_holds_five_programs_of_prefill(tmp_path: Path) -> None
     used = subprocess.run([cuobjdump, "-res-usage", tmp_path / "prefill.cubin"], capture_output=True, text=True).stdout
     fields = dict(field.split(":") for field in used.split() if field.count(":") == 1 and not field.endswith(":"))
     registers = -(-int(fields["REG"]) // 8) * 8
-    assert registers * 32 * launch.options["num_warps"] * 5 <= 65536
+    assert registers * 32 * launch.options["num_warps"] * 4 <= 65536
     assert int(fields["STACK"]) == 0, "registers spill"
 
 
@@ -192,7 +192,7 @@ def test_choices_are_what_kernels_take(kernel: str, packed: bool, layout: int, w
         if kernel == "conv_prefill":
             assert choice.rows % choice.group == 0
             assert choice.rows & (choice.rows - 1) == 0
-            assert choice.rows >= width - 2, "the rows that spill over lie in the vector of twice as many"
+            assert width - 1 <= choice.rows <= 32, "sets of rows are bits; only the first program lacks rows before"
         else:
             assert choice.ahead >= 1 if packed else choice.sequences >= 1
 

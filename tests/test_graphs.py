@@ -128,6 +128,7 @@ def draw(generator: torch.Generator, step: int) -> dict[str, Any]:
 
 @pytest.mark.gpu
 def test_replays_are_the_eager_steps() -> None:
+    serving_conv.clear_device_fault("cuda")
     eager, captured = Engine(), Engine()
     captured.graphs.capture()
     assert len(list(captured.graphs.buckets)) == 4

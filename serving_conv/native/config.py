@@ -81,9 +81,9 @@ def choose_update(
 ) -> LaunchConfig:
     """Launch of `conv_update`.
 
-    Latency decides below about 512 blocks: four bytes a thread and blocks of 64 give 1.20 for one sequence and
-    2.05 for eight, eight bytes 1.27 and 2.09. Then eight bytes: 3.71 for 64 sequences, four 4.26. From about 4096
-    blocks two sequences a thread share their taps: 10.4 against 10.9 for 256, 36.1 for 1024.
+    Latency decides below about 512 blocks: four bytes a thread and blocks of 64 give 1.35 for one sequence and 1.67
+    for eight. Then eight bytes: 3.28 for 64 sequences, four 3.95. From about 4096 blocks two sequences a thread share
+    their taps: 10.5 against 10.7 for 256, 36.3 against 38.2 for 1024.
 
     Args:
         sequences: in the call.

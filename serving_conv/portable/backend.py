@@ -50,7 +50,7 @@ def choose(kernel: str, *, width: int, element_bytes: int, layout: int, packed: 
     """Every launch choice: a pure function of what a model fixes, so that no size of a step makes another kernel.
 
     Measured on an H200, bf16, 8192 channels, 4 taps; microseconds a call beside the CUDA backend's:
-        prefill                 512 rows 8.03 (6.88), 8192 68.5 (67.2), 32768 263 (256), 256 short sequences 34.2 (27.3),
+        prefill                 512 rows 8.03 (6.88), 8192 68.5 (67.2), 32768 263 (256), 256 short 34.2 (27.3),
                                 4096 + 200 of one 46.5 (45.2); 2 rows a group are the most within 128 registers
         decode                  1 1.41 (1.68), 8 1.81 (1.92), 64 3.65 (3.57), 1024 35.2 (36.0)
         decode, positions       64 5.06 (3.33), 1024 57.3 (36.2); 5.9 and 58.5 with 4 channels a thread

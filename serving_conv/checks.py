@@ -29,7 +29,7 @@ from serving_conv.contract import (
 )
 from serving_conv.errors import ContractError
 
-__all__ = ["Sizes", "check", "check_values"]
+__all__ = ["Sizes", "check", "check_sizes", "check_values"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +54,7 @@ def check(entry: Entry, arguments: Mapping[str, object]) -> Sizes:
     Raises:
         ContractError: the first rule that is broken.
     """
-    given: list[tuple[TensorArgument, Tensor]] = []
-    for argument in entry.arguments:
-        value = arguments[argument.name]
-        if isinstance(argument, Option):
-            _check_option(argument, value)
-        elif value is None and argument.optional:
-            continue
-        else:
-            given.append((argument, _check_kind(argument, value)))
+    given = _check_kinds(entry, arguments)
     axes = _check_axes(given)
     for argument, tensor in given:
         _check_dtype(argument, tensor, arguments)
@@ -72,6 +64,33 @@ def check(entry: Entry, arguments: Mapping[str, object]) -> Sizes:
     _check_sizes(entry, sizes, arguments)
     _check_memory(given)
     return sizes
+
+
+def check_sizes(entry: Entry, arguments: Mapping[str, object]) -> Sizes:
+    """Those checks of `check` that sizes decide, for a call whose types and devices are known to be right.
+
+    Raises:
+        ContractError: the first rule that is broken.
+    """
+    given = _check_kinds(entry, arguments)
+    axes = _check_axes(given)
+    for argument, tensor in given:
+        _check_layout(argument, tensor)
+    sizes = Sizes(*(axes[name] for name in Sizes.__slots__))
+    _check_sizes(entry, sizes, arguments)
+    return sizes
+
+
+def _check_kinds(entry: Entry, arguments: Mapping[str, object]) -> list[tuple[TensorArgument, Tensor]]:
+    """Check the options, and that tensors are tensors; those that are given, in call order."""
+    given: list[tuple[TensorArgument, Tensor]] = []
+    for argument in entry.arguments:
+        value = arguments[argument.name]
+        if isinstance(argument, Option):
+            _check_option(argument, value)
+        elif value is not None or not argument.optional:
+            given.append((argument, _check_kind(argument, value)))
+    return given
 
 
 def _check_option(option: Option, value: object) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from serving_conv.errors import CaptureError
 from serving_conv.native import host
 from serving_conv.native.copy_plan import MOVE, PARAMETERS, Side, move_order, pack_layer, plan_lanes
-from serving_conv.native.cuda import CudaBackend, check_status, load_variant
+from serving_conv.native.cuda import CudaBackend, load_variant
 from serving_conv.native.variant import CopyVariant
 from serving_conv.settings import SETTINGS
 
@@ -75,7 +75,6 @@ class CudaLauncher:
         self._device_index = device_index
         with torch.cuda.device(device_index):
             self._kernel = load_variant(_VARIANT, device_index)
-        self._config = self._kernel.new_config((1, 1, 1))
 
     def stage(self, moves: bytes) -> Tensor:
         """The bytes on the device, sent from pinned memory on the current stream.
@@ -97,11 +96,8 @@ class CudaLauncher:
         """Launch it."""
         index = self._device_index
         with nullcontext() if index == torch.cuda.current_device() else torch.cuda.device(index):
-            config = self._config
-            config.gridDimX, config.gridDimY = blocks, rows
-            config.hStream = torch._C._cuda_getCurrentRawStream(index)
-            arguments = (ctypes.c_void_p * 1)(ctypes.addressof(parameters))
-            check_status(self._kernel.call(config, self._kernel.function, ctypes.addressof(arguments), 0))
+            stream = torch._C._cuda_getCurrentRawStream(index)
+            self._kernel.launch(parameters, (blocks, rows, 1), stream)
 
 
 def launcher_for(device: torch.device) -> Launcher | None:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from serving_conv.errors import BackendError, CaptureError
 from serving_conv.faults import fault_flag
-from serving_conv.native.abi import BACKWARD_PACKER
 from serving_conv.native.backward import prepare_backward
 from serving_conv.native.call import Launch, prepare_prefill, prepare_update
 from serving_conv.native.variant import AnyVariant, source
@@ -32,6 +31,8 @@ __all__ = [
     "prefill_launch",
     "run_backward",
 ]
+
+_LARGEST_BLOCK = 4096  # bytes of parameters that every device takes
 
 
 class CudaBackend:
@@ -118,12 +119,7 @@ def compile_variant(variant: AnyVariant, architecture: str) -> Any:
 
 
 class Kernel:
-    """One loaded kernel, ready to go; shared by threads, hence the lock.
-
-    Attributes:
-        function: the driver's handle.
-        call: the driver's launch.
-    """
+    """One loaded kernel, ready to go; shared by threads, hence the lock."""
 
     def __init__(self, variant: AnyVariant, device_index: int) -> None:
         from cuda.bindings import driver
@@ -132,41 +128,35 @@ class Kernel:
         # The object must outlive the handle taken from it.
         self._object = compile_variant(variant, f"sm_{major}{minor}")
         self._kernel = self._object.get_kernel(variant.kernel)
-        self.call = driver.cuLaunchKernelEx
-        self.function = check_status(driver.cuKernelGetFunction(driver.CUkernel(int(self._kernel.handle))))
-        self._threads = variant.threads
-        self._dependent_launch = major >= 9 and SETTINGS.dependent_launch
-        self._config = self.new_config((1, 1, 1))
-        self._buffer = ctypes.create_string_buffer(BACKWARD_PACKER.size)  # the longest block there is
-        self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self._buffer))
-        self._arguments_address = ctypes.addressof(self._arguments)
-        self._lock = threading.Lock()
-
-    def new_config(self, grid: tuple[int, int, int]) -> Any:
-        """A launch configuration of this kernel, the stream left open."""
-        from cuda.bindings import driver
-
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = grid
-        config.blockDimX, config.blockDimY, config.blockDimZ = self._threads, 1, 1
-        if self._dependent_launch:
+        self._function = check_status(driver.cuKernelGetFunction(driver.CUkernel(int(self._kernel.handle))))
+        self._call = driver.cuLaunchKernelEx
+        self._config = driver.CUlaunchConfig()
+        self._config.blockDimX, self._config.blockDimY, self._config.blockDimZ = variant.threads, 1, 1
+        if major >= 9 and SETTINGS.dependent_launch:
             attribute = driver.CUlaunchAttribute()
             attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             value = driver.CUlaunchAttributeValue()
             value.programmaticStreamSerializationAllowed = 1
             attribute.value = value
-            config.attrs = [attribute]
-            config.numAttrs = 1
-        return config
+            self._config.attrs = [attribute]
+            self._config.numAttrs = 1
+        self._grid: tuple[int, int, int] | None = None
+        self._stream: int | None = None
+        self._block = ctypes.create_string_buffer(_LARGEST_BLOCK)
+        self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self._block))
+        self._arguments_address = ctypes.addressof(self._arguments)
+        self._lock = threading.Lock()
 
-    def launch(self, parameters: bytes, grid: tuple[int, int, int], stream: int) -> None:
+    def launch(self, parameters: bytes | ctypes.Array[ctypes.c_char], grid: tuple[int, int, int], stream: int) -> None:
         """Launch on a raw stream handle of the current device."""
+        config = self._config
         with self._lock:
-            ctypes.memmove(self._buffer, parameters, len(parameters))
-            config = self._config
-            config.gridDimX, config.gridDimY, config.gridDimZ = grid
-            config.hStream = stream
-            status = self.call(config, self.function, self._arguments_address, 0)
+            ctypes.memmove(self._block, parameters, len(parameters))
+            if grid is not self._grid:
+                config.gridDimX, config.gridDimY, config.gridDimZ = self._grid = grid
+            if stream != self._stream:
+                config.hStream = self._stream = stream
+            status = self._call(config, self._function, self._arguments_address, 0)
         if status[0]:
             check_status(status)
 

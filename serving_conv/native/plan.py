@@ -1,26 +1,30 @@
-"""Owns the short path of eager calls: a call that passed its checks once is launched again without them.
+"""Owns the short path of eager calls: what a call like an earlier one needs no second check for.
 
-Everything the checks and the launch depend on, but for addresses, is a call's signature. A plan keeps what follows
-from one signature. Layers of a model share it, so the last few plans are tried first, by one compiled comparison of
-all tensors (torch's own guards, as its compiler uses them); behind them stands a table.
+Calls are alike if they differ in addresses and in how many rows, sequences and checkpoints they have. All layers of
+a model make calls that are alike, step after step, so the last few plans are tried first, by one compiled comparison
+of all tensors (torch's own guards, as its compiler uses them for such sizes); behind them stands a table. What follows
+from the sizes is made once for each combination of them, by the functions that the full path uses too. What follows
+from addresses (alignment, overlap) is looked at in every call.
 """
 
 from __future__ import annotations
 
-import ctypes
-import threading
-from collections.abc import Sequence
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from serving_conv.contract import UPDATE, Entry
-from serving_conv.errors import BackendError
+from serving_conv.checks import check_sizes
+from serving_conv.contract import STEP, UPDATE, Entry
+from serving_conv.errors import ContractError
 from serving_conv.faults import fault_flag
-from serving_conv.native.abi import PACKER, POINTERS
+from serving_conv.native.abi import POINTERS
 from serving_conv.native.call import prepare_update
-from serving_conv.native.cuda import Kernel, check_status, load_variant, prefill_launch
+from serving_conv.native.cuda import Kernel, load_variant, prefill_launch
 
 try:  # not a public name of torch: without it the table alone serves
     from torch._C._dynamo.guards import TensorGuards
@@ -33,9 +37,9 @@ Tensors = tuple[Tensor | None, ...]
 """x, weight, bias, conv_state, out, cu_seqlens, slots, has_initial_state, num_accepted_tokens, workspace; and of a step
 speculative, checkpoint_offsets, checkpoint_tokens, checkpoint_slots."""
 
-_OUT = 4
-_WRITTEN, _STEP = 3, 5  # where the written tensors begin, and what changes from step to step
-_MOST_RECENT, _MOST_PLANS, _MOST_ADDRESSES = 4, 4096, 4096
+_X, _STATE, _OUT, _WORKSPACE = 0, 3, 4, 9
+_FIXED = (1, 2, 3)  # weight, bias and pool: their sizes belong to the layer; the first axis of all others varies
+_MOST_RECENT, _MOST_PLANS, _MOST_SIZES = 4, 4096, 4096
 
 
 class _Nothing(Tensor):
@@ -45,10 +49,6 @@ class _Nothing(Tensor):
 def _nothing(size: int) -> Tensor:
     return torch.empty(size).as_subclass(_Nothing)
 
-
-_OF_STEP = ("speculative", "checkpoint_offsets", "checkpoint_tokens", "checkpoint_slots")
-
-_NOTHING_OF_STEP = (0,) * len(_OF_STEP)  # their addresses in other calls
 
 # Guards refuse one tensor twice, so each argument has its own.
 _ABSENT = tuple(_nothing(0) for _ in range(14))
@@ -75,57 +75,79 @@ def _guarded(tensors: Tensors) -> list[Tensor | None]:
 
 
 def _signature(tensors: Tensors, activation: str | None, pad_slot_id: int) -> tuple[Any, ...] | None:
-    """All that the checks and the launch depend on, but for addresses; None if something is of a wrong kind."""
+    """All that the checks and the launch depend on, but for addresses and sizes; None if something is of a wrong kind.
+
+    Strides do not say whether `out` is `x`: that is left to the addresses.
+    """
     if type(pad_slot_id) is not int or not (activation is None or type(activation) is str):
         return None  # 1, 1.0 and True are equal as keys, and not every object is a key
     try:
         return (
             activation,
             pad_slot_id,
-            *[None if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in tensors],
+            *[
+                None
+                if t is None
+                else (t.shape if place in _FIXED else t.shape[1:], t.stride(), t.dtype, t.get_device())
+                for place, t in enumerate(tensors)
+            ],
         )
     except AttributeError:
         return None  # the full checks have the better message
 
 
-class Plan:
-    """A call that passed all its checks, ready to be made again with other addresses."""
+@dataclass(frozen=True, slots=True)
+class _Sized:
+    """What a plan needs for one combination of sizes.
 
-    def __init__(self, entry: Entry, arguments: dict[str, Any], given_out: bool) -> None:
-        x: Tensor = arguments["x"]
-        rest = {name: value for name, value in arguments.items() if name not in ("x", "workspace")}
-        if entry is not UPDATE:
-            launch = prefill_launch(x, rest)
-        else:
-            launch = prepare_update(x, **rest, fault_flag=fault_flag(x.device))
-        if launch is None:
-            raise BackendError(entry.name, got="a call with nothing to compute", wanted="one that `possible` accepts")
-        self._launch = PreparedLaunch(load_variant(launch.variant, x.device.index), launch.grid, launch.parameters)
+    Attributes:
+        kernel: of the variant that these sizes choose.
+        grid: blocks.
+        rest: of the parameters, behind the pointers.
+        extents: bytes from the first element to the end of the last, of each tensor that is given.
+    """
+
+    kernel: Kernel
+    grid: tuple[int, int, int]
+    rest: bytes
+    extents: tuple[int, ...]
+
+
+class Plan:
+    """A call that passed all its checks, ready to be made again with other addresses and sizes.
+
+    Args:
+        entry: that was called.
+        tensors: the caller's.
+        arguments: complete, `out` included.
+    """
+
+    def __init__(self, entry: Entry, tensors: Tensors, arguments: dict[str, Any]) -> None:
+        x, out = arguments["x"], arguments["out"]
+        self._entry = entry
+        self._names = _names(entry)
+        self._options = {name: arguments[name] for name in ("activation", "pad_slot_id")}
         self._device_index: int = x.device.index
-        self._fault_flag = fault_flag(x.device).data_ptr()
-        out: Tensor = arguments["out"]
-        self._shape = x.shape
-        self._like_x = x.is_contiguous()
-        self._private_storage = entry is not UPDATE and given_out
+        # An output like a dense x has the strides that are wanted, and is allocated in half the time.
+        self._like_x = x.stride() == (x.shape[1], 1)
+        self._private_out = entry is not UPDATE and tensors[_OUT] is not None
         self._in_place = entry is UPDATE and out.stride() == x.stride()
-        slots = arguments["state_indices" if entry is UPDATE else "cache_indices"]
-        self._reads = tuple(
-            _extent(t)
-            for t in (
-                x,
-                arguments["weight"],
-                arguments["bias"],
-                arguments["cu_seqlens"],
-                slots,
-                arguments["has_initial_state"],
-                arguments["num_accepted_tokens"],
-                *(arguments.get(name) for name in _OF_STEP),
-            )
+        tensors = (*tensors[:_OUT], out, *tensors[_OUT + 1 :])
+        given = [place for place, tensor in enumerate(tensors) if tensor is not None]
+        self._given: Callable[[Tensors], tuple[Tensor, ...]] = itemgetter(*given)
+        self._varying: Callable[[Tensors], tuple[Tensor, ...]] = itemgetter(
+            *[place for place in given if place not in _FIXED]
         )
-        self._state_extent = _extent(arguments["conv_state"])
-        self._out_extent = _extent(out)
-        self._scratch_extent = _extent(arguments.get("workspace"))
-        self._sound: set[tuple[int, ...]] = set()  # addresses whose overlap was looked at
+        self._state, self._out = given.index(_STATE), given.index(_OUT)
+        self._words = slice(sum(place <= _OUT for place in given))  # those that are read or written in words
+        # The kernel's pointers are in the order of the tensors, with the fault flag instead of the workspace.
+        self._flag = [fault_flag(x.device).data_ptr()]
+        self._flag_place = slice(*(sum(place < end for place in given) for end in (_WORKSPACE, _WORKSPACE + 1)))
+        self._pack = struct.Struct(
+            "<" + "".join("Q" if place in (*given, _WORKSPACE) else "8x" for place in range(len(POINTERS.format) - 1))
+        ).pack
+        self._sized: dict[tuple[int, ...], _Sized] = {}
+        self._size(tensors)
 
     @staticmethod
     def possible(arguments: dict[str, Any]) -> bool:
@@ -136,104 +158,95 @@ class Plan:
             for name in ("x", "weight", "bias", "conv_state", "out")
         )
 
-    def run(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        conv_state: Tensor,
-        out: Tensor | None,
-        cu_seqlens: Tensor | None,
-        slots: Tensor,
-        has_initial_state: Tensor | None,
-        num_accepted_tokens: Tensor | None,
-        workspace: Tensor | None,
-        *of_step: Tensor | None,
-    ) -> Tensor | None:
-        """Make the call; None, and nothing done, if these addresses need the full checks."""
-        device_index = self._device_index
-        if device_index != torch._C._cuda_getDevice():
+    def run(self, tensors: Tensors) -> Tensor | None:
+        """Make the call; None, and nothing done, if it needs the full checks."""
+        if self._device_index != torch._C._cuda_getDevice():
             return None
+        out = tensors[_OUT]
         if out is None:
-            # A dense x has the strides that the output wants, and is allocated like in half the time.
-            out = torch.empty_like(x) if self._like_x else x.new_empty(self._shape)
-        elif self._private_storage and not _owns_its_storage(out, self._out_extent):
-            tensors = (x, weight, bias, conv_state, cu_seqlens, slots, has_initial_state, num_accepted_tokens, *of_step)
-            if _shares_storage(out, (*tensors, workspace)):
-                return None
-        addresses = (
-            x.data_ptr(),
-            weight.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
-            conv_state.data_ptr(),
-            out.data_ptr(),
-            0 if cu_seqlens is None else cu_seqlens.data_ptr(),
-            slots.data_ptr(),
-            0 if has_initial_state is None else has_initial_state.data_ptr(),
-            0 if num_accepted_tokens is None else num_accepted_tokens.data_ptr(),
-            self._fault_flag,
-            *([0 if t is None else t.data_ptr() for t in of_step] or _NOTHING_OF_STEP),
-        )
-        scratch = 0
-        if workspace is not None:
-            scratch = workspace.data_ptr()
-            if not _owns_its_storage(workspace, self._scratch_extent):
-                tensors = (x, weight, bias, conv_state, cu_seqlens, slots, has_initial_state, num_accepted_tokens)
-                if _shares_storage(workspace, (*tensors, out, *of_step)):
-                    return None
-        # An engine's rows, layers and metadata lie in few places each, but meet in many combinations.
-        layer, step = (scratch, *addresses[:_STEP]), (scratch, *addresses[_WRITTEN:])
-        if layer not in self._sound or step not in self._sound:
-            if not self._is_sound(addresses, scratch):
-                return None
-            if len(self._sound) >= _MOST_ADDRESSES:
-                self._sound.clear()
-            self._sound |= {layer, step}
-        self._launch.launch(addresses, torch._C._cuda_getCurrentRawStream(device_index))
+            x: Any = tensors[_X]
+            out = torch.empty_like(x) if self._like_x else x.new_empty(x.shape)
+            tensors = (*tensors[:_OUT], out, *tensors[_OUT + 1 :])
+        given = self._given(tensors)
+        addresses = [tensor.data_ptr() for tensor in given]
+        sized = self._sized.get(tuple([tensor.numel() for tensor in self._varying(tensors)]))
+        if sized is None:
+            sized = self._size(tensors)
+        if sized is None or not self._is_sound(addresses, sized.extents):
+            return None
+        if self._private_out and not _has_private_storage(out, sized.extents[self._out], given):
+            return None
+        place = self._flag_place
+        if place.start < place.stop and not self._is_private_workspace(place.start, given, addresses, sized.extents):
+            return None
+        addresses[place] = self._flag
+        stream = torch._C._cuda_getCurrentRawStream(self._device_index)
+        sized.kernel.launch(self._pack(*addresses) + sized.rest, sized.grid, stream)
         return out
 
-    def _is_sound(self, addresses: tuple[int, ...], scratch: int = 0) -> bool:
-        """Whether the widest words fit these addresses, and nothing that is written overlaps anything else."""
-        x, weight, bias, state, out, offsets, slots, flags, counts, _, *of_step = addresses
-        if (x | weight | bias | state | out) & 15:
+    def _size(self, tensors: Tensors) -> _Sized | None:
+        """What these sizes need, kept; None if they break a rule, or leave nothing to compute."""
+        arguments: dict[str, Any] = dict(zip(self._names, tensors, strict=False)) | self._options
+        x, workspace = arguments.pop("x"), arguments.pop("workspace", None)
+        try:
+            check_sizes(self._entry, {"x": x, "workspace": workspace, **arguments})
+        except ContractError:
+            return None
+        if not self.possible({"x": x, **arguments}):
+            return None
+        if self._entry is UPDATE:
+            launch = prepare_update(x, **arguments, fault_flag=fault_flag(x.device))
+        else:
+            launch = prefill_launch(x, arguments)
+        if launch is None:
+            return None
+        if len(self._sized) >= _MOST_SIZES:
+            self._sized.clear()
+        sized = _Sized(
+            kernel=load_variant(launch.variant, x.device.index),
+            grid=launch.grid,
+            rest=launch.parameters[POINTERS.size :],
+            extents=tuple([_extent(tensor) for tensor in self._given(tensors)]),
+        )
+        self._sized[tuple([tensor.numel() for tensor in self._varying(tensors)])] = sized
+        return sized
+
+    def _is_sound(self, addresses: Sequence[int], extents: Sequence[int]) -> bool:
+        """Whether the widest words fit these addresses, and neither pool nor output overlaps anything else."""
+        together = 0
+        for address in addresses[self._words]:
+            together |= address
+        if together & 15:
             return False
-        state_end, out_end = state + self._state_extent, out + self._out_extent
-        scratch_end = scratch + self._scratch_extent if scratch else 0
-        if state < out_end and out < state_end:
-            return False
-        if (scratch < state_end and state < scratch_end) or (scratch < out_end and out < scratch_end):
-            return False
-        for at, extent in zip((x, weight, bias, offsets, slots, flags, counts, *of_step), self._reads, strict=True):
-            end = at + extent
-            if (at < state_end and state < end) or (at < scratch_end and scratch < end):
-                return False
-            if at < out_end and out < end and not (self._in_place and at == x == out):
-                return False
-        return True
+        state, out = addresses[self._state], addresses[self._out]
+        state_end, out_end = state + extents[self._state], out + extents[self._out]
+        overlaps = 0
+        for address, extent in zip(addresses, extents, strict=True):
+            end = address + extent
+            if address < state_end and state < end:
+                overlaps += 1
+            if address < out_end and out < end:
+                overlaps += 1
+        # Each of the two overlaps itself.
+        return overlaps == 2 or (overlaps == 3 and self._in_place and addresses[_X] == out)
+
+    def _is_private_workspace(
+        self, place: int, given: Sequence[Tensor], addresses: Sequence[int], extents: Sequence[int]
+    ) -> bool:
+        """Whether the workspace shares neither bytes nor storage with anything else."""
+        start, end = addresses[place], addresses[place] + extents[place]
+        overlaps = sum(
+            address < end and start < address + extent for address, extent in zip(addresses, extents, strict=True)
+        )
+        return overlaps <= 1 and _has_private_storage(given[place], extents[place], given)
 
 
-class PreparedLaunch:
-    """A kernel with a launch configuration and a block of parameters of its own; shared by threads, hence the lock."""
-
-    def __init__(self, kernel: Kernel, grid: tuple[int, int, int], parameters: bytes) -> None:
-        self._kernel = kernel  # must outlive its function
-        self._function, self._call = kernel.function, kernel.call
-        self._config = kernel.new_config(grid)
-        self._stream: int | None = None
-        self._buffer = ctypes.create_string_buffer(parameters, PACKER.size)
-        self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self._buffer))
-        self._arguments_address = ctypes.addressof(self._arguments)
-        self._lock = threading.Lock()
-
-    def launch(self, addresses: tuple[int, ...], stream: int) -> None:
-        """Launch with other addresses on a raw stream handle of the current device."""
-        with self._lock:
-            POINTERS.pack_into(self._buffer, 0, *addresses)
-            if stream != self._stream:
-                self._config.hStream = self._stream = stream
-            status = self._call(self._config, self._function, self._arguments_address, 0)
-        if status[0]:
-            check_status(status)
+def _names(entry: Entry) -> tuple[str, ...]:
+    """The arguments of an entry in the order of `Tensors`."""
+    slots = "state_indices" if entry is UPDATE else "cache_indices"
+    step = ("speculative", "checkpoint_offsets", "checkpoint_tokens", "checkpoint_slots") if entry is STEP else ()
+    leading = ("x", "weight", "bias", "conv_state", "out", "cu_seqlens", slots)
+    return (*leading, "has_initial_state", "num_accepted_tokens", "workspace", *step)
 
 
 class Plans:
@@ -257,22 +270,22 @@ class Plans:
                     and activation == its_activation
                     and guards.check(*guarded)
                 ):
-                    return plan.run(*tensors)  # type: ignore[arg-type]
+                    return plan.run(tensors)
         key = _signature(tensors, activation, pad_slot_id)
         plan_of_table = None if key is None else self._table.get(key)
         if plan_of_table is None:
             return None
         self._remember(tensors, activation, pad_slot_id, plan_of_table)
-        return plan_of_table.run(*tensors)  # type: ignore[arg-type]
+        return plan_of_table.run(tensors)
 
     def add(self, tensors: Tensors, activation: str | None, pad_slot_id: int, arguments: dict[str, Any]) -> None:
         """Keep a plan of a call that was checked and made; `arguments` are complete, `tensors` as the caller's."""
         key = _signature(tensors, activation, pad_slot_id)
-        if key is None or not Plan.possible(arguments):
-            return
-        if len(self._table) >= _MOST_PLANS:  # sizes that change from step to step make new ones
+        if key is None or key in self._table or not Plan.possible(arguments):
+            return  # a plan that is there declined for a reason that another would have too
+        if len(self._table) >= _MOST_PLANS:
             self._table.clear()
-        plan = self._table[key] = Plan(self._entry, arguments, given_out=tensors[_OUT] is not None)
+        plan = self._table[key] = Plan(self._entry, tensors, arguments)
         self._remember(tensors, activation, pad_slot_id, plan)
 
     def clear(self) -> None:
@@ -287,27 +300,29 @@ class Plans:
 
 
 def _guards_of(guarded: Sequence[Any]) -> Any:
+    """The compiled comparison; an axis whose size may vary has None there."""
     if TensorGuards is None or len({id(t) for t in guarded}) < len(guarded):
         return None
-    sizes: Any = [list(t.shape) for t in guarded]
+    sizes: Any = [
+        list(t.shape) if place in _FIXED or type(t) is _Nothing else [None, *t.shape[1:]]
+        for place, t in enumerate(guarded)
+    ]
     strides: Any = [list(t.stride()) for t in guarded]
     return TensorGuards(*guarded, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
 
 
-def _owns_its_storage(tensor: Tensor, extent: int) -> bool:
-    """Whether a tensor covers its storage, so that whatever shares it overlaps it."""
+def _has_private_storage(tensor: Tensor, extent: int, given: Sequence[Tensor]) -> bool:
+    """Whether no other tensor lies in a tensor's storage. One that covers its storage overlaps whatever does."""
     storage = tensor.untyped_storage()
-    return storage.nbytes() == extent and storage.data_ptr() == tensor.data_ptr()
+    at = storage.data_ptr()
+    if storage.nbytes() == extent and at == tensor.data_ptr():
+        return True
+    return not any(other is not tensor and other.untyped_storage().data_ptr() == at for other in given)
 
 
-def _shares_storage(tensor: Tensor, others: Sequence[Tensor | None]) -> bool:
-    at = tensor.untyped_storage().data_ptr()
-    return any(t is not None and t.untyped_storage().data_ptr() == at for t in others)
-
-
-def _extent(tensor: Tensor | None) -> int:
+def _extent(tensor: Tensor) -> int:
     """Bytes from a tensor's first element to the end of its last."""
-    if tensor is None or tensor.numel() == 0:
+    if tensor.numel() == 0:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()

@@ -11,7 +11,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,38 +25,36 @@ __all__ = ["DeferredMap", "UnsupportedSignature", "deferred_metadata", "prefill_
 NULL_BLOCK = 0
 NO_PADDING = -1
 
-_PREFILL = frozenset(
-    (
-        "x",
-        "weight",
-        "bias",
-        "conv_states",
-        "query_start_loc",
-        "cache_indices",
-        "has_initial_state",
-        "activation",
-        "null_block_id",
-    )
+# What is read of a call, in this order.
+_PREFILL = (
+    "x",
+    "weight",
+    "bias",
+    "conv_states",
+    "query_start_loc",
+    "cache_indices",
+    "has_initial_state",
+    "activation",
+    "null_block_id",
+    "pad_slot_id",
 )
-_UPDATE = frozenset(
-    (
-        "x",
-        "conv_state",
-        "weight",
-        "bias",
-        "activation",
-        "conv_state_indices",
-        "num_accepted_tokens",
-        "query_start_loc",
-        "null_block_id",
-        "out",
-    )
+_UPDATE = (
+    "x",
+    "weight",
+    "bias",
+    "conv_state",
+    "query_start_loc",
+    "conv_state_indices",
+    "num_accepted_tokens",
+    "out",
+    "activation",
+    "null_block_id",
+    "pad_slot_id",
 )
-# Arguments that change nothing here: hints for vLLM's launch, its own checks, the block map of its kernel, the
-# padding mark of that map, and a size without the indices it is for.
+# Arguments that change nothing here: hints for vLLM's launch, its own checks, the block map of its kernel, and a size
+# without the indices it is for.
 _IGNORED = frozenset(
     (
-        "pad_slot_id",
         "metadata",
         "validate_data",
         "max_query_len",
@@ -72,11 +70,24 @@ class UnsupportedSignature(Exception):
     """A function of vLLM asks for something that this adapter does not know."""
 
 
+class _Pattern(NamedTuple):
+    """One way of passing arguments: so many by position, those names. A call site's is always the same.
+
+    Attributes:
+        read: places of what is read, in order, in (arguments, options, defaults).
+        unknown: places and names of what is passed and not understood.
+    """
+
+    read: tuple[int, ...]
+    unknown: tuple[tuple[int, str], ...]
+
+
 class _Signature:
     """How one of vLLM's functions is called: by position, by name, under other names."""
 
     def __init__(self, original: Callable[..., Any], kind: str, renamed: Mapping[str, str]) -> None:
-        understood = _PREFILL if kind == "prefill" else _UPDATE
+        self.read = _PREFILL if kind == "prefill" else _UPDATE
+        self.understood = _IGNORED.union(self.read)
         parameters = inspect.signature(original).parameters
         names = {renamed.get(name, name) for name in parameters}
         missing = [name for name in _REQUIRED[kind] if name not in names]
@@ -95,50 +106,43 @@ class _Signature:
                 self.positional.append(own)
             if parameter.default is not parameter.empty:
                 self.defaults[own] = parameter.default
-            elif own not in understood | _IGNORED:
+            elif own not in self.understood:
                 raise UnsupportedSignature(f"its argument {name!r} is unknown")
-        self.understood = understood | _IGNORED
-        self._unknown: dict[tuple[str, ...], tuple[str, ...]] = {}  # of a call's names; a caller's are always the same
-        null = self.defaults.get("null_block_id", NULL_BLOCK)
-        self.null_block = NO_PADDING if null is None else null
-        self.activation = self.defaults.get("activation")
-        # Functions without a null block (the CPU build's) let this argument say which slot is padding; beside one it
+        # Functions without a null block (the CPU build's) let `pad_slot_id` say which slot is padding; beside one it
         # only marks unused entries of vLLM's block map.
         self.pads_by_slot = "pad_slot_id" in names and "null_block_id" not in names
+        absent = {"activation": self.defaults.get("activation")}
+        absent["null_block_id"] = self.defaults.get("null_block_id", NULL_BLOCK)
+        self._absent = tuple(absent.get(name) for name in self.read)
+        self._patterns: dict[tuple[int, tuple[str, ...]], _Pattern] = {}
 
-    def bind(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
-        call = dict(zip(self.positional, arguments, strict=False))
-        if self.renamed:
-            options = {self.renamed.get(name, name): value for name, value in options.items()}
-        call.update(options)
-        return call
+    def bind(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[list[Any], str | None]:
+        """What is read of a call, in order; and why the operator cannot take it, None if it can."""
+        by_name = tuple(options)
+        pattern = self._patterns.get((len(arguments), by_name))
+        if pattern is None:
+            pattern = self._patterns[len(arguments), by_name] = self._pattern(len(arguments), by_name)
+        values = (*arguments, *options.values(), *self._absent)
+        for place, name in pattern.unknown:
+            value = values[place]
+            if value is not None and value is not self.defaults.get(name, self):
+                block_index = name.startswith("block_idx") or name == "initial_state_idx"
+                reason = "prefix caching passes block indices" if block_index else f"argument {name!r} is unknown"
+                return [], reason
+        return [values[place] for place in pattern.read], None
 
-    def refusal(self, call: dict[str, Any]) -> str | None:
-        """Why the operator cannot take this call, by its arguments' names; None if it can."""
-        names = tuple(call)
-        unknown = self._unknown.get(names)
-        if unknown is None:
-            unknown = self._unknown[names] = tuple(name for name in names if name not in self.understood)
-        for name in unknown:
-            value = call[name]
-            if value is None or value is self.defaults.get(name, call):
-                continue
-            if name.startswith("block_idx") or name == "initial_state_idx":
-                return "prefix caching passes block indices"
-            return f"argument {name!r} is unknown"
-        return None
+    def _pattern(self, by_position: int, by_name: tuple[str, ...]) -> _Pattern:
+        given = [*self.positional[:by_position], *(self.renamed.get(name, name) for name in by_name)]
+        places = {name: by_position + len(by_name) + place for place, name in enumerate(self.read)}
+        places |= {name: place for place, name in enumerate(given)}
+        unknown = tuple((place, name) for place, name in enumerate(given) if name not in self.understood)
+        return _Pattern(tuple(places[name] for name in self.read), unknown)
 
-    def common(self, call: dict[str, Any]) -> tuple[str | None, int]:
-        """Activation and padding slot."""
-        activation = call.get("activation", self.activation)
-        if activation is True:
-            activation = "silu"
-        elif activation is False:
-            activation = None
-        null = call.get("null_block_id", self.null_block)
-        if self.pads_by_slot and call.get("pad_slot_id") is not None:
-            null = call["pad_slot_id"]
-        return activation, NO_PADDING if null is None else null
+    def padding(self, null_block: int | None, pad_slot_id: int | None) -> int:
+        """The padding slot."""
+        if self.pads_by_slot and pad_slot_id is not None:
+            return pad_slot_id
+        return NO_PADDING if null_block is None else null_block
 
 
 def prefill_adapter(
@@ -160,11 +164,10 @@ def prefill_adapter(
 
     @functools.wraps(original)
     def adapted(*arguments: Any, **options: Any) -> Tensor:
-        call = signature.bind(arguments, options)
-        reason = signature.refusal(call)
+        values, reason = signature.bind(arguments, options)
         if reason is None:
             try:
-                result = _prefill(signature, call, unpack)
+                result = _prefill(signature, unpack, *values)
             except ServingConvError as error:  # raised before anything is written
                 reason = _brief(error)
             except _CannotView as cannot:
@@ -173,40 +176,46 @@ def prefill_adapter(
                 counts.calls += 1
                 return result
         COUNTERS.fall_back(name, reason)
-        metadata = call.get("metadata")
-        if metadata is not None and isinstance(getattr(metadata, "nums_dict", None), DeferredMap):
-            options = {**options, "metadata": metadata.nums_dict.like_metadata()}
-            arguments = (
-                arguments[: signature.positional.index("metadata")] if "metadata" in signature.positional else arguments
-            )
-        return original(*arguments, **options)
+        return original(
+            *(_with_map(argument) for argument in arguments),
+            **{name: _with_map(option) for name, option in options.items()},
+        )
 
     adapted.serving_conv_original = original  # type: ignore[attr-defined]
     return adapted
 
 
-def _prefill(signature: _Signature, call: dict[str, Any], unpack: Any) -> Tensor:
-    x, offsets, pool = call["x"], call["query_start_loc"], call.get("conv_states")
+def _prefill(
+    signature: _Signature,
+    unpack: Any,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    pool: Tensor | None,
+    offsets: Tensor,
+    indices: Tensor | None,
+    flags: Tensor | None,
+    activation: str | bool | None,
+    null_block: int | None,
+    pad_slot_id: int | None,
+) -> Tensor:
     if pool is None:
         raise _CannotView("a call without a state pool")
     if x.ndim != 2:
         raise _CannotView(f"x with {x.ndim} axes")
     sequences = offsets.shape[0] - 1
-    indices = call.get("cache_indices")
-    activation, null_block = signature.common(call)
-    flags = call.get("has_initial_state")
     if flags is not None and flags.shape[0] > sequences:
         flags = flags[:sequences]
     return causal_conv1d_fn(
         x.t(),
-        _weight(call["weight"], unpack),
+        _weight(weight, unpack),
         pool,
         offsets,
         _slots(indices, sequences, x.device),
         flags,
-        bias=call.get("bias"),
-        activation=activation,
-        pad_slot_id=NO_PADDING if indices is None else null_block,
+        bias=bias,
+        activation=_activation(activation),
+        pad_slot_id=NO_PADDING if indices is None else signature.padding(null_block, pad_slot_id),
     ).t()
 
 
@@ -237,11 +246,10 @@ def update_adapter(
 
     @functools.wraps(original)
     def adapted(*arguments: Any, **options: Any) -> Tensor:
-        call = signature.bind(arguments, options)
-        reason = signature.refusal(call)
+        values, reason = signature.bind(arguments, options)
         if reason is None:
             try:
-                result = _update(signature, call, unpack, in_place, channels_last)
+                result = _update(signature, unpack, in_place, channels_last, *values)
             except ServingConvError as error:  # raised before anything is written
                 reason = _brief(error)
             except _CannotView as cannot:
@@ -256,44 +264,53 @@ def update_adapter(
     return adapted
 
 
-def _update(signature: _Signature, call: dict[str, Any], unpack: Any, in_place: bool, channels_last: bool) -> Tensor:
-    x: Tensor = call["x"]
-    offsets: Tensor | None = call.get("query_start_loc")
-    result: Tensor | None = call.get("out")
+def _update(
+    signature: _Signature,
+    unpack: Any,
+    in_place: bool,
+    channels_last: bool,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    pool: Tensor,
+    offsets: Tensor | None,
+    indices: Tensor | None,
+    counts: Tensor | None,
+    result: Tensor | None,
+    activation: str | bool | None,
+    null_block: int | None,
+    pad_slot_id: int | None,
+) -> Tensor:
     if result is None and in_place:
         result = x
-    rows, out = x, result
-    if x.ndim == 3 and offsets is None:
+    rows, out, sequences = x, result, x.shape[0]
+    if offsets is not None:
+        if indices is None:
+            raise _CannotView("packed tokens without state indices")
+        sequences = indices.shape[0]
+        if offsets.shape[0] > sequences + 1:
+            offsets = offsets[: sequences + 1]
+    elif x.ndim == 3:
         rows = _packed(x, channels_last)
         out = None if result is None else (rows if result is x else _packed(result, channels_last))
         tokens = x.shape[1 if channels_last else 2]
         if tokens > 1:
             offsets = torch.arange(0, x.shape[0] * tokens + 1, tokens, dtype=torch.int32, device=x.device)
-    elif x.ndim != 2:
+    if rows.ndim != 2:
         raise _CannotView(f"x with {x.ndim} axes")
-    indices: Tensor | None = call.get("conv_state_indices")
-    sequences = x.shape[0]
-    if call.get("query_start_loc") is not None:
-        if indices is None:
-            raise _CannotView("packed tokens without state indices")
-        sequences = indices.shape[0]
-    if offsets is not None and offsets.shape[0] > sequences + 1:
-        offsets = offsets[: sequences + 1]
-    counts = call.get("num_accepted_tokens")
     if counts is not None and counts.shape[0] > sequences:
         counts = counts[:sequences]
-    activation, null_block = signature.common(call)
     out = causal_conv1d_update(
         rows,
-        _weight(call["weight"], unpack),
-        call["conv_state"],
+        _weight(weight, unpack),
+        pool,
         _slots(indices, sequences, x.device),
         cu_seqlens=offsets,
         num_accepted_tokens=counts,
-        bias=call.get("bias"),
-        activation=activation,
+        bias=bias,
+        activation=_activation(activation),
         out=out,
-        pad_slot_id=NO_PADDING if indices is None else null_block,
+        pad_slot_id=NO_PADDING if indices is None else signature.padding(null_block, pad_slot_id),
     )
     if result is not None:
         return result
@@ -326,6 +343,12 @@ def _slots(indices: Tensor | None, sequences: int, device: torch.device) -> Tens
     return indices[:sequences] if indices.shape[0] > sequences else indices
 
 
+def _activation(activation: str | bool | None) -> str | None:
+    if activation is True:
+        return "silu"
+    return None if activation is False else activation
+
+
 def _weight(weight: Tensor, unpack: Any) -> Tensor:
     if unpack is not None:
         plain = unpack(weight)
@@ -354,6 +377,12 @@ class DeferredMap(dict[Any, Any]):
             self._built = self._build()
         nums, batch, offsets = self._built
         return SimpleNamespace(nums_dict=nums, batch_ptr=batch, token_chunk_offset_ptr=offsets)
+
+
+def _with_map(argument: Any) -> Any:
+    """The argument, or what vLLM's own function reads in the place of metadata whose map was put off."""
+    map_ = getattr(argument, "nums_dict", None)
+    return map_.like_metadata() if isinstance(map_, DeferredMap) else argument
 
 
 def deferred_metadata(original: Callable[..., Any]) -> Callable[..., Any]:

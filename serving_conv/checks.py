@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -131,7 +131,7 @@ def _check_axes(given: list[tuple[TensorArgument, Tensor]]) -> dict[str, int]:
                 got=f"shape {list(tensor.shape)}",
                 wanted=f"{len(argument.axes)} axes [{', '.join(argument.axes)}]",
             )
-        if any(axis.endswith("+1") for axis in argument.axes):
+        if argument.axes[0].endswith("+1"):  # offsets, of one axis
             deferred.append((argument, tensor))
             continue
         for axis, size in zip(argument.axes, tensor.shape, strict=True):
@@ -254,18 +254,45 @@ def _check_sizes(entry: Entry, sizes: Sizes, arguments: Mapping[str, object]) ->
         )
 
 
+class _Memory(NamedTuple):
+    """Where a tensor lies: its storage, its first byte and the one behind its last."""
+
+    argument: TensorArgument
+    tensor: Tensor
+    storage: int
+    start: int
+    end: int
+
+
+def _memory_of(argument: TensorArgument, tensor: Tensor) -> _Memory:
+    start = tensor.data_ptr()
+    last = 0
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        last += (size - 1) * stride
+    end = start + (last + 1) * tensor.element_size()
+    return _Memory(argument, tensor, tensor.untyped_storage().data_ptr(), start, end)
+
+
 def _check_memory(given: list[tuple[TensorArgument, Tensor]]) -> None:
-    """No argument that is written may overlap another one, except where the entry says so."""
-    for argument, tensor in given:
-        if not argument.mutated or tensor.numel() == 0:
+    """No argument that is written may overlap another one, except where the entry says so.
+
+    By address, since two storages may hold the same memory (DLPack, NumPy).
+    """
+    places = [_memory_of(argument, tensor) for argument, tensor in given if tensor.numel() > 0]
+    for written in places:
+        argument = written.argument
+        if not argument.mutated:
             continue
-        storage = tensor.untyped_storage().data_ptr()
-        for other, other_tensor in given:
-            if other is argument or other_tensor.numel() == 0:
+        for place in places:
+            if place is written:
                 continue
-            shared = other_tensor.untyped_storage().data_ptr() == storage
+            other = place.argument
+            together = written.start < place.end and place.start < written.end
+            shared = written.storage == place.storage
+            if not (together or shared):
+                continue
             if other.name == argument.may_be or other.may_be == argument.name:
-                if _same_view(tensor, other_tensor):
+                if _same_view(written.tensor, place.tensor):
                     continue
             elif shared and (argument.private_storage or other.private_storage):
                 raise ContractError(
@@ -274,7 +301,7 @@ def _check_memory(given: list[tuple[TensorArgument, Tensor]]) -> None:
                     wanted="storage of its own",
                     remedy="allocate it apart",
                 )
-            if _may_overlap(tensor, other_tensor):
+            if together and not _in_columns_apart(written, place):
                 exact = f", or {argument.may_be} itself" if argument.may_be else ""
                 raise ContractError(
                     argument.name,
@@ -287,29 +314,19 @@ def _same_view(a: Tensor, b: Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.shape == b.shape
 
 
-def _may_overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two views can share a byte: by extent, then by columns of a common row pitch.
+def _in_columns_apart(a: _Memory, b: _Memory) -> bool:
+    """Whether two are blocks of columns of one wider matrix, without a byte in common.
 
-    By address, since two storages may hold the same memory (DLPack, NumPy).
+    So lie x and out that are slices of a projection's buffer.
     """
-    start_a, end_a = _byte_range(a)
-    start_b, end_b = _byte_range(b)
-    if end_a <= start_b or end_b <= start_a:
+    if a.tensor.ndim != 2 or b.tensor.ndim != 2 or a.tensor.stride(1) != 1 or b.tensor.stride(1) != 1:
         return False
-    if a.ndim == b.ndim == 2 and a.stride(1) == b.stride(1) == 1:
-        pitch = a.stride(0) * a.element_size()
-        if pitch == b.stride(0) * b.element_size() and pitch > 0:
-            # Two blocks of columns of one wider matrix: x and out as slices of a projection's buffer.
-            apart = (start_b - start_a) % pitch
-            width_a, width_b = a.shape[1] * a.element_size(), b.shape[1] * b.element_size()
-            return not (width_a <= apart and apart + width_b <= pitch)
-    return True
-
-
-def _byte_range(tensor: Tensor) -> tuple[int, int]:
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    start = tensor.data_ptr()
-    return start, start + (last + 1) * tensor.element_size()
+    pitch = a.tensor.stride(0) * a.tensor.element_size()
+    if pitch != b.tensor.stride(0) * b.tensor.element_size() or pitch <= 0:
+        return False
+    apart = (b.start - a.start) % pitch
+    width_a, width_b = (place.tensor.shape[1] * place.tensor.element_size() for place in (a, b))
+    return width_a <= apart and apart + width_b <= pitch
 
 
 def check_values(entry: Entry, sizes: Sizes, arguments: Mapping[str, Any]) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
 from serving_conv.native.abi import PACKER
@@ -42,7 +44,12 @@ class Launch:
 
 def dtype_name(tensor: Tensor) -> str:
     """As the variants spell it."""
-    return str(tensor.dtype).removeprefix("torch.")
+    return _name(tensor.dtype)
+
+
+@cache
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def state_layout(conv_state: Tensor) -> int:

@@ -128,8 +128,6 @@ class Plan:
         self._names = _names(entry)
         self._options = {name: arguments[name] for name in ("activation", "pad_slot_id")}
         self._device_index: int = x.device.index
-        # An output like a dense x has the strides that are wanted, and is allocated in half the time.
-        self._like_x = x.stride() == (x.shape[1], 1)
         self._private_out = entry is not UPDATE and tensors[_OUT] is not None
         self._in_place = entry is UPDATE and out.stride() == x.stride()
         tensors = (*tensors[:_OUT], out, *tensors[_OUT + 1 :])
@@ -165,7 +163,7 @@ class Plan:
         out = tensors[_OUT]
         if out is None:
             x: Any = tensors[_X]
-            out = torch.empty_like(x) if self._like_x else x.new_empty(x.shape)
+            out = torch.empty_like(x, memory_format=torch.contiguous_format)  # half the time of x.new_empty
             tensors = (*tensors[:_OUT], out, *tensors[_OUT + 1 :])
         given = self._given(tensors)
         addresses = [tensor.data_ptr() for tensor in given]
@@ -324,5 +322,7 @@ def _extent(tensor: Tensor) -> int:
     """Bytes from a tensor's first element to the end of its last."""
     if tensor.numel() == 0:
         return 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    last = 0
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        last += (size - 1) * stride
     return (last + 1) * tensor.element_size()

@@ -115,25 +115,32 @@ class Engine:
         return {"wall_ms": round(1e3 * statistics.median(walls), 4), **found}
 
     def mixed(self) -> dict[str, Any]:
-        """A step in which a prompt of 700 tokens joins 64 generating sequences."""
-        self._start(MIXED)
-        self.calls.clear()
+        """A step in which a prompt of about 700 tokens joins 64 generating sequences.
 
-        def work() -> None:
-            self._add(self.prompt(700, 700), 1)
+        No two prompts timed have the same length: an engine's mixed steps hardly ever have the sizes of the one before.
+        """
+        self._start(MIXED)
+
+        def work(tokens: int = 700) -> None:
+            self._add(self.prompt(tokens, tokens), 1)
             self._steps(1)
 
-        walls = [_seconds(work) for _ in range(MIXED_STEPS)]
-        calls = len(self.calls.seconds) / MIXED_STEPS
-        host = sum(self.calls.seconds) / MIXED_STEPS
+        walls, steps = [], []
+        for step in range(MIXED_STEPS):
+            self.calls.clear()
+            walls.append(_seconds(functools.partial(work, 700 + 16 * step)))
+            steps.append([1e6 * seconds for seconds in self.calls.seconds])
+        sums = [sum(calls) for calls in steps]
         found = _kernels(work)
         with self.calls.watching_synchronisations():
             work()
         self._stop()
         return {
             "wall_ms": round(1e3 * statistics.median(walls), 3),
-            "conv_calls": calls,
-            "conv_host_us": round(1e6 * host, 1),
+            "conv_calls": statistics.median(len(calls) for calls in steps),
+            "conv_host_us": round(statistics.median(sums), 1),
+            "conv_host_first_step_us": round(sums[0], 1),
+            "conv_host_calls_us": [round(statistics.median(places), 1) for places in zip(*steps, strict=False)],
             "conv_synchronisations": self.calls.synchronisations,
             **found,
         }

@@ -5,8 +5,8 @@
 
 #if PACKED
 // AHEAD rows are loaded before the first is needed.
-DEVICE void update(const Parameters &p, const SequencePlace &place, int index, i64 channel, const Taps &taps, bool report) {
-  const Sequence s = read_sequence(p, place, index, true);
+DEVICE void update(const Parameters &p, int index, i64 channel, const Taps &taps, bool report) {
+  const Sequence s = read_sequence(p, index, true);
   const int fault = s.fault | (index == 0 && s.begin != 0 ? FAULT_OFFSETS : 0);
   if (report && fault) raise_fault(p.fault_flag, fault);
   if (!s.live) {
@@ -63,8 +63,6 @@ DEVICE void update(const Parameters &p, const SequencePlace &place, int index, i
 
 #endif
 
-// The chain that decides a small step is: earlier grid, slot number, window, result. So whatever does not hang on the
-// earlier grid is done in front of the wait, addresses included.
 KERNEL(THREADS, MIN_BLOCKS) conv_update(PARAMETER Parameters p) {
   let_later_grids_start();
   const i64 channel = ((i64)(blockIdx.z * gridDim.y + blockIdx.y) * THREADS + threadIdx.x) * VEC;
@@ -72,32 +70,38 @@ KERNEL(THREADS, MIN_BLOCKS) conv_update(PARAMETER Parameters p) {
   // Weights and bias are constants of the model: no earlier kernel of the step writes them.
   const RawTaps raw_taps = fetch_taps(p, active ? channel : 0);
 #if PACKED
-  const int index = (int)blockIdx.x;
-  SequencePlace place = place_of(p, index);
-  hold(place);
+  const Taps taps = unpack_taps(raw_taps);
   wait_for_earlier_grids();
   if (!active) return;
-  update(p, place, index, channel, unpack_taps(raw_taps), channel == 0);
-#else
-  const int first = (int)blockIdx.x * SEQUENCES, left = p.rows - first;  // at least one
-  SequencePlace places[SEQUENCES];
-  const char *rows[SEQUENCES];
-  UNROLL for (int i = 0; i < SEQUENCES; ++i) {
-    const int index = i == 0 || i < left ? first + i : first;
-    places[i] = place_of(p, index);
-    rows[i] = row_address(p, index, channel);
-    hold(places[i]);
-    hold(rows[i]);
-  }
-  const i64 out_pitch = p.out_row_stride * X::SIZE;
-  char *out = (char *)p.out + first * out_pitch + channel * X::SIZE;
+  update(p, (int)blockIdx.x, channel, taps, channel == 0);
+#elif SEQUENCES == 1
+  // The chain that decides a small step is: earlier grid, slot number, window, result. So whatever does not hang on the
+  // earlier grid is done in front of the wait, addresses included.
+  const int index = (int)blockIdx.x;
+  SequencePlace place = place_of(p, index);
+  const char *row = row_address(p, index, channel);
+  hold(place);
+  hold(row);
+  char *out = result_address(p, index, channel);
   hold(out);
   wait_for_earlier_grids();
   if (!active) return;
-  Sequence s[SEQUENCES];
+  const Sequence s[1] = {read_sequence(p, place, index, true)};
+  const Raw<X, VEC> inputs[1] = {load<X, VEC, true>(row)};
+  convolve_singles<1>(p, unpack_taps(raw_taps), channel, s, 1, channel == 0, inputs, out, 0);
+#else
+  // Many sequences: what decides is how many loads are under way.
+  const Taps taps = unpack_taps(raw_taps);
+  wait_for_earlier_grids();
+  if (!active) return;
+  const int first = (int)blockIdx.x * SEQUENCES, left = p.rows - first;
   Raw<X, VEC> inputs[SEQUENCES];
-  UNROLL for (int i = 0; i < SEQUENCES; ++i) s[i] = read_sequence(p, places[i], first + i, true);
-  UNROLL for (int i = 0; i < SEQUENCES; ++i) inputs[i] = load<X, VEC, true>(rows[i]);
-  convolve_singles<SEQUENCES>(p, unpack_taps(raw_taps), channel, s, left, channel == 0, inputs, out, out_pitch);
+  Sequence s[SEQUENCES];
+  UNROLL for (int i = 0; i < SEQUENCES; ++i)
+    if (i < left) inputs[i] = load_row(p, first + i, channel);
+  UNROLL for (int i = 0; i < SEQUENCES; ++i)
+    if (i < left) s[i] = read_sequence(p, first + i, true);
+  convolve_singles<SEQUENCES>(p, taps, channel, s, left, channel == 0, inputs, result_address(p, first, channel),
+                              p.out_row_stride * X::SIZE);
 #endif
 }

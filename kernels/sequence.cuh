@@ -13,43 +13,16 @@ struct Sequence {
   bool has_history;   // the window is read from the slot; else it is zeros and the slot is not read
 };
 
-// Where a sequence's numbers lie. Addresses follow from the launch alone, so a kernel can have them before it waits for
-// the grid that may still write the numbers.
-struct SequencePlace {
-  const int *offsets;                      // begin and end, if there are offsets
-  const int *slot;
-  const unsigned char *has_initial_state;  // or null
-  const int *num_accepted_tokens;          // or null
-};
-
-DEVICE SequencePlace place_of(const Parameters &p, int index) {
-  SequencePlace place;
-  place.offsets = SEQUENCES > 0 ? nullptr : p.cu_seqlens + index;
-  place.slot = p.slots + index * p.slots_stride;
-  place.has_initial_state = p.has_initial_state ? p.has_initial_state + index : nullptr;
-  place.num_accepted_tokens = p.num_accepted_tokens ? p.num_accepted_tokens + index : nullptr;
-  return place;
-}
-
-// Have the addresses now, not where they are used.
-DEVICE void hold(SequencePlace &place) {
-  if constexpr (SEQUENCES == 0) hold(place.offsets);
-  hold(place.slot);
-  hold(place.has_initial_state);
-  hold(place.num_accepted_tokens);
-}
-
-// `absent_history` answers for sequences when no flags are given.
-DEVICE Sequence read_sequence(const Parameters &p, const SequencePlace &place, int index, bool absent_history) {
-  constexpr bool ONE_ROW_EACH = SEQUENCES > 0;  // no offsets: nothing about them to read or to doubt
+// Decide whether a sequence is live, from what the engine says of it.
+DEVICE Sequence judge(const Parameters &p, int begin, int end, int slot, bool has_history, int accepted) {
   Sequence s;
-  s.begin = ONE_ROW_EACH ? index : place.offsets[0];
-  s.end = ONE_ROW_EACH ? index + 1 : place.offsets[1];
-  s.slot = *place.slot;
-  s.has_history = place.has_initial_state ? *place.has_initial_state != 0 : absent_history;
-  const int accepted = place.num_accepted_tokens ? *place.num_accepted_tokens : 1;
+  s.begin = begin;
+  s.end = end;
+  s.slot = slot;
+  s.has_history = has_history;
   s.window_start = accepted > 0 ? accepted - 1 : 0;
   s.fault = 0;
+  constexpr bool ONE_ROW_EACH = SEQUENCES > 0;  // no offsets: nothing about them to doubt
   const bool bad_offsets = !ONE_ROW_EACH && (s.begin < 0 || s.end < s.begin || s.end > p.rows);
   const bool bad_slot = s.slot < 0 || s.slot >= p.slot_count;
   const bool bad_count = accepted < 1 || accepted > p.positions - WIDTH + 2;
@@ -60,6 +33,42 @@ DEVICE Sequence read_sequence(const Parameters &p, const SequencePlace &place, i
   return s;
 }
 
+// `absent_history` answers for sequences when no flags are given.
 DEVICE Sequence read_sequence(const Parameters &p, int index, bool absent_history) {
-  return read_sequence(p, place_of(p, index), index, absent_history);
+  constexpr bool ONE_ROW_EACH = SEQUENCES > 0;
+  const int begin = ONE_ROW_EACH ? index : p.cu_seqlens[index];
+  const int end = ONE_ROW_EACH ? index + 1 : p.cu_seqlens[index + 1];
+  const int slot = p.slots[index * p.slots_stride];
+  const bool has_history = p.has_initial_state ? p.has_initial_state[index] != 0 : absent_history;
+  const int accepted = p.num_accepted_tokens ? p.num_accepted_tokens[index] : 1;
+  return judge(p, begin, end, slot, has_history, accepted);
+}
+
+// Where the numbers of a sequence of one row lie. Addresses follow from the launch alone, so a kernel can have them
+// before it waits for the grid that may still write the numbers.
+struct SequencePlace {
+  const int *slot;
+  const unsigned char *has_initial_state;  // or null
+  const int *num_accepted_tokens;          // or null
+};
+
+DEVICE SequencePlace place_of(const Parameters &p, int index) {
+  SequencePlace place;
+  place.slot = p.slots + index * p.slots_stride;
+  place.has_initial_state = p.has_initial_state ? p.has_initial_state + index : nullptr;
+  place.num_accepted_tokens = p.num_accepted_tokens ? p.num_accepted_tokens + index : nullptr;
+  return place;
+}
+
+// Have the addresses now, not where they are used.
+DEVICE void hold(SequencePlace &place) {
+  hold(place.slot);
+  hold(place.has_initial_state);
+  hold(place.num_accepted_tokens);
+}
+
+DEVICE Sequence read_sequence(const Parameters &p, const SequencePlace &place, int index, bool absent_history) {
+  const bool has_history = place.has_initial_state ? *place.has_initial_state != 0 : absent_history;
+  const int accepted = place.num_accepted_tokens ? *place.num_accepted_tokens : 1;
+  return judge(p, index, index + 1, *place.slot, has_history, accepted);
 }

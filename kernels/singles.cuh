@@ -6,10 +6,10 @@ DEVICE void convolve_singles(const Parameters &p, const Taps &taps, i64 channel,
                              bool report, const Raw<X, VEC> (&inputs)[COUNT], char *out, i64 out_pitch) {
   SlotWindow fetched[COUNT];
   UNROLL for (int i = 0; i < COUNT; ++i)
-    if ((i == 0 || i < count) && s[i].live && s[i].has_history)
+    if (i < count && s[i].live && s[i].has_history)
       fetch_window(p, s[i].slot, channel, s[i].window_start, fetched[i]);
   UNROLL for (int i = 0; i < COUNT; ++i)
-    if (i == 0 || i < count) {
+    if (i < count) {
       Window window;
       clear(window);
       if (s[i].live && s[i].has_history) unpack_window(p, channel, fetched[i], s[i].window_start, window);
@@ -19,5 +19,5 @@ DEVICE void convolve_singles(const Parameters &p, const Taps &taps, i64 channel,
       store<X, VEC, true>(out + i * out_pitch, result);
     }
   UNROLL for (int i = 0; i < COUNT; ++i)
-    if (report && (i == 0 || i < count) && s[i].fault) raise_fault(p.fault_flag, s[i].fault);
+    if (report && i < count && s[i].fault) raise_fault(p.fault_flag, s[i].fault);
 }

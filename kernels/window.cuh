@@ -44,8 +44,12 @@ DEVICE Raw<X, VEC> load_row(const Parameters &p, int row, i64 channel) {
   return load<X, VEC, true>(row_address(p, row, channel));
 }
 
+DEVICE char *result_address(const Parameters &p, int row, i64 channel) {
+  return (char *)p.out + (row * p.out_row_stride + channel) * X::SIZE;
+}
+
 DEVICE void store_row(const Parameters &p, int row, i64 channel, const Raw<X, VEC> &raw) {
-  store<X, VEC, true>((char *)p.out + (row * p.out_row_stride + channel) * X::SIZE, raw);
+  store<X, VEC, true>(result_address(p, row, channel), raw);
 }
 
 DEVICE void clear(Window &window) {

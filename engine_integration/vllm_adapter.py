@@ -51,8 +51,8 @@ _UPDATE = (
     "null_block_id",
     "pad_slot_id",
 )
-# Arguments that change nothing here: hints for vLLM's launch, its own checks, the block map of its kernel, and a size
-# without the indices it is for.
+# Arguments that change nothing here: hints for vLLM's launch, its own checks, the block map of its kernel, sizes
+# without the indices they are for, and whether the weight is packed, which `unpack` finds out by itself.
 _IGNORED = frozenset(
     (
         "metadata",
@@ -74,7 +74,7 @@ class _Pattern(NamedTuple):
     """One way of passing arguments: so many by position, those names. A call site's is always the same.
 
     Attributes:
-        read: places of what is read, in order, in (arguments, options, defaults).
+        read: places of what is read, in order, in (arguments, options, what absent ones stand for).
         unknown: places and names of what is passed and not understood.
     """
 
@@ -118,6 +118,8 @@ class _Signature:
 
     def bind(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[list[Any], str | None]:
         """What is read of a call, in order; and why the operator cannot take it, None if it can."""
+        if len(arguments) > len(self.positional):
+            return [], "more arguments by position than it takes"
         by_name = tuple(options)
         pattern = self._patterns.get((len(arguments), by_name))
         if pattern is None:
@@ -160,7 +162,7 @@ def prefill_adapter(
         UnsupportedSignature: a version this adapter does not know.
     """
     signature = _Signature(original, "prefill", renamed or {})
-    counts = COUNTERS.function(name)
+    counter = COUNTERS.function(name)
 
     @functools.wraps(original)
     def adapted(*arguments: Any, **options: Any) -> Tensor:
@@ -173,7 +175,7 @@ def prefill_adapter(
             except _CannotView as cannot:
                 reason = str(cannot)
             else:
-                counts.calls += 1
+                counter.calls += 1
                 return result
         COUNTERS.fall_back(name, reason)
         return original(
@@ -188,17 +190,19 @@ def prefill_adapter(
 def _prefill(
     signature: _Signature,
     unpack: Any,
-    x: Tensor,
-    weight: Tensor,
+    x: Tensor | None,
+    weight: Tensor | None,
     bias: Tensor | None,
     pool: Tensor | None,
-    offsets: Tensor,
+    offsets: Tensor | None,
     indices: Tensor | None,
     flags: Tensor | None,
     activation: str | bool | None,
     null_block: int | None,
     pad_slot_id: int | None,
 ) -> Tensor:
+    if x is None or weight is None or offsets is None:
+        raise _CannotView("a call without x, weight or offsets")
     if pool is None:
         raise _CannotView("a call without a state pool")
     if x.ndim != 2:
@@ -242,7 +246,7 @@ def update_adapter(
         UnsupportedSignature: a version this adapter does not know.
     """
     signature = _Signature(original, "update", renamed or {})
-    counts = COUNTERS.function(name)
+    counter = COUNTERS.function(name)
 
     @functools.wraps(original)
     def adapted(*arguments: Any, **options: Any) -> Tensor:
@@ -255,7 +259,7 @@ def update_adapter(
             except _CannotView as cannot:
                 reason = str(cannot)
             else:
-                counts.calls += 1
+                counter.calls += 1
                 return result
         COUNTERS.fall_back(name, reason)
         return original(*arguments, **options)
@@ -269,10 +273,10 @@ def _update(
     unpack: Any,
     in_place: bool,
     channels_last: bool,
-    x: Tensor,
-    weight: Tensor,
+    x: Tensor | None,
+    weight: Tensor | None,
     bias: Tensor | None,
-    pool: Tensor,
+    pool: Tensor | None,
     offsets: Tensor | None,
     indices: Tensor | None,
     counts: Tensor | None,
@@ -281,6 +285,10 @@ def _update(
     null_block: int | None,
     pad_slot_id: int | None,
 ) -> Tensor:
+    if x is None or weight is None or pool is None:
+        raise _CannotView("a call without x, weight or a state pool")
+    if x.ndim != 2 and (x.ndim != 3 or offsets is not None):
+        raise _CannotView(f"x with {x.ndim} axes")
     if result is None and in_place:
         result = x
     rows, out, sequences = x, result, x.shape[0]
@@ -296,8 +304,6 @@ def _update(
         tokens = x.shape[1 if channels_last else 2]
         if tokens > 1:
             offsets = torch.arange(0, x.shape[0] * tokens + 1, tokens, dtype=torch.int32, device=x.device)
-    if rows.ndim != 2:
-        raise _CannotView(f"x with {x.ndim} axes")
     if counts is not None and counts.shape[0] > sequences:
         counts = counts[:sequences]
     out = causal_conv1d_update(

@@ -1,7 +1,8 @@
 // Decode and linear speculative steps: one thread owns VEC channels of a sequence, from reading its window to writing
 // it back, so no other thread ever sees a half-written slot. PACKED: offsets are given and a sequence may have several
 // rows; else each has one, and a thread takes SEQUENCES of them.
-// Grid: x sequences, y and z (a high digit) channel tiles: neighbouring blocks share their taps in the cache.
+// Grid: x sequences, or groups of SEQUENCES; y and z (a high digit) channel tiles: neighbouring blocks share their taps
+// in the cache.
 
 #if PACKED
 // AHEAD rows are loaded before the first is needed.
@@ -86,7 +87,7 @@ KERNEL(THREADS, MIN_BLOCKS) conv_update(PARAMETER Parameters p) {
   hold(out);
   wait_for_earlier_grids();
   if (!active) return;
-  const Sequence s[1] = {read_sequence(p, place, index, true)};
+  const Sequence s[1] = {read_single(p, place, index, true)};
   const Raw<X, VEC> inputs[1] = {load<X, VEC, true>(row)};
   convolve_singles<1>(p, unpack_taps(raw_taps), channel, s, 1, channel == 0, inputs, out, 0);
 #else

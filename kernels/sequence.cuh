@@ -13,6 +13,8 @@ struct Sequence {
   bool has_history;   // the window is read from the slot; else it is zeros and the slot is not read
 };
 
+constexpr bool ONE_ROW_EACH = SEQUENCES > 0;  // no offsets: nothing about them to read or to doubt
+
 // Decide whether a sequence is live, from what the engine says of it.
 DEVICE Sequence judge(const Parameters &p, int begin, int end, int slot, bool has_history, int accepted) {
   Sequence s;
@@ -22,7 +24,6 @@ DEVICE Sequence judge(const Parameters &p, int begin, int end, int slot, bool ha
   s.has_history = has_history;
   s.window_start = accepted > 0 ? accepted - 1 : 0;
   s.fault = 0;
-  constexpr bool ONE_ROW_EACH = SEQUENCES > 0;  // no offsets: nothing about them to doubt
   const bool bad_offsets = !ONE_ROW_EACH && (s.begin < 0 || s.end < s.begin || s.end > p.rows);
   const bool bad_slot = s.slot < 0 || s.slot >= p.slot_count;
   const bool bad_count = accepted < 1 || accepted > p.positions - WIDTH + 2;
@@ -35,7 +36,6 @@ DEVICE Sequence judge(const Parameters &p, int begin, int end, int slot, bool ha
 
 // `absent_history` answers for sequences when no flags are given.
 DEVICE Sequence read_sequence(const Parameters &p, int index, bool absent_history) {
-  constexpr bool ONE_ROW_EACH = SEQUENCES > 0;
   const int begin = ONE_ROW_EACH ? index : p.cu_seqlens[index];
   const int end = ONE_ROW_EACH ? index + 1 : p.cu_seqlens[index + 1];
   const int slot = p.slots[index * p.slots_stride];
@@ -67,7 +67,7 @@ DEVICE void hold(SequencePlace &place) {
   hold(place.num_accepted_tokens);
 }
 
-DEVICE Sequence read_sequence(const Parameters &p, const SequencePlace &place, int index, bool absent_history) {
+DEVICE Sequence read_single(const Parameters &p, const SequencePlace &place, int index, bool absent_history) {
   const bool has_history = place.has_initial_state ? *place.has_initial_state != 0 : absent_history;
   const int accepted = place.num_accepted_tokens ? *place.num_accepted_tokens : 1;
   return judge(p, index, index + 1, *place.slot, has_history, accepted);

@@ -23,6 +23,7 @@ from serving_conv.native.variant import AnyVariant, source
 from serving_conv.settings import SETTINGS
 
 __all__ = [
+    "PARAMETER_BYTES",
     "CudaBackend",
     "Kernel",
     "check_status",
@@ -32,7 +33,7 @@ __all__ = [
     "run_backward",
 ]
 
-_LARGEST_BLOCK = 4096  # bytes of parameters that every device takes
+PARAMETER_BYTES = 4096  # the most that every device takes as a kernel's parameters
 
 
 class CudaBackend:
@@ -142,8 +143,8 @@ class Kernel:
             self._config.numAttrs = 1
         self._grid: tuple[int, int, int] | None = None
         self._stream: int | None = None
-        self._block = ctypes.create_string_buffer(_LARGEST_BLOCK)
-        self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self._block))
+        self._parameters = ctypes.create_string_buffer(PARAMETER_BYTES)
+        self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self._parameters))
         self._arguments_address = ctypes.addressof(self._arguments)
         self._lock = threading.Lock()
 
@@ -151,8 +152,8 @@ class Kernel:
         """Launch on a raw stream handle of the current device."""
         config = self._config
         with self._lock:
-            ctypes.memmove(self._block, parameters, len(parameters))
-            if grid is not self._grid:
+            ctypes.memmove(self._parameters, parameters, len(parameters))
+            if grid is not self._grid:  # the one that is kept cannot be freed, so none other has its identity
                 config.gridDimX, config.gridDimY, config.gridDimZ = self._grid = grid
             if stream != self._stream:
                 config.hStream = self._stream = stream

@@ -1,10 +1,10 @@
 """Owns the short path of eager calls: what a call like an earlier one needs no second check for.
 
-Calls are alike if they differ in addresses and in how many rows, sequences and checkpoints they have. All layers of
-a model make calls that are alike, step after step, so the last few plans are tried first, by one compiled comparison
-of all tensors (torch's own guards, as its compiler uses them for such sizes); behind them stands a table. What follows
-from the sizes is made once for each combination of them, by the functions that the full path uses too. What follows
-from addresses (alignment, overlap) is looked at in every call.
+Calls are alike if they differ only in addresses and in how many rows, sequences and checkpoints they have. All layers
+of a model make calls that are alike, step after step, so the last few plans are tried first, by one compiled
+comparison of all tensors (torch's own guards, as its compiler uses them for such sizes); behind them stands a table.
+What follows from the sizes is made once for each combination of them, by the functions that the full path uses too.
+What follows from addresses (alignment, overlap) is looked at in every call.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ speculative, checkpoint_offsets, checkpoint_tokens, checkpoint_slots."""
 
 _X, _STATE, _OUT, _WORKSPACE = 0, 3, 4, 9
 _FIXED = (1, 2, 3)  # weight, bias and pool: their sizes belong to the layer; the first axis of all others varies
-_MOST_RECENT, _MOST_PLANS, _MOST_SIZES = 4, 4096, 4096
+_MOST_RECENT, _MOST_PLANS, _MOST_SIZES = 8, 4096, 4096
 
 
 class _Nothing(Tensor):
@@ -118,8 +118,12 @@ class Plan:
 
     Args:
         entry: that was called.
-        tensors: the caller's.
-        arguments: complete, `out` included.
+        tensors: as the caller gave them; what is None here is None in the calls that are alike.
+        arguments: the same by name, with the options, and with what the call allocated.
+
+    Raises:
+        CaptureError: its kernel is not loaded and the current stream is capturing.
+        BackendError: its kernel cannot be compiled.
     """
 
     def __init__(self, entry: Entry, tensors: Tensors, arguments: dict[str, Any]) -> None:
@@ -149,20 +153,24 @@ class Plan:
 
     @staticmethod
     def possible(arguments: dict[str, Any]) -> bool:
-        """Whether a call may become a plan: something to compute, and addresses that allow the widest words."""
-        x: Tensor = arguments["x"]
-        return x.numel() > 0 and all(
+        """Whether a call may become a plan: something to compute, a pool, and addresses that allow the widest words."""
+        return arguments["x"].numel() > 0 < arguments["conv_state"].numel() and all(
             arguments[name] is None or arguments[name].data_ptr() % 16 == 0
             for name in ("x", "weight", "bias", "conv_state", "out")
         )
 
     def run(self, tensors: Tensors) -> Tensor | None:
-        """Make the call; None, and nothing done, if it needs the full checks."""
-        if self._device_index != torch._C._cuda_getDevice():
+        """Make the call; None, and nothing launched, if it needs the full checks.
+
+        Raises:
+            CaptureError: sizes choose a kernel that is not loaded, and the current stream is capturing.
+            BackendError: they choose one that cannot be compiled.
+        """
+        x: Any = tensors[_X]
+        if self._device_index != torch._C._cuda_getDevice() or x.numel() == 0:
             return None
         out = tensors[_OUT]
         if out is None:
-            x: Any = tensors[_X]
             out = torch.empty_like(x, memory_format=torch.contiguous_format)  # half the time of x.new_empty
             tensors = (*tensors[:_OUT], out, *tensors[_OUT + 1 :])
         given = self._given(tensors)
@@ -186,11 +194,11 @@ class Plan:
         """What these sizes need, kept; None if they break a rule, or leave nothing to compute."""
         arguments: dict[str, Any] = dict(zip(self._names, tensors, strict=False)) | self._options
         x, workspace = arguments.pop("x"), arguments.pop("workspace", None)
+        if not self.possible({"x": x, **arguments}):
+            return None
         try:
             check_sizes(self._entry, {"x": x, "workspace": workspace, **arguments})
         except ContractError:
-            return None
-        if not self.possible({"x": x, **arguments}):
             return None
         if self._entry is UPDATE:
             launch = prepare_update(x, **arguments, fault_flag=fault_flag(x.device))
@@ -256,7 +264,7 @@ class Plans:
         self._table: dict[tuple[Any, ...], Plan] = {}
 
     def run(self, tensors: Tensors, activation: str | None, pad_slot_id: int) -> Tensor | None:
-        """Make the call if a plan for it is known; None, and nothing done, otherwise."""
+        """Make the call if a plan for it is known; None, and nothing launched, otherwise. Raises as `Plan.run` does."""
         if self._recent:
             guarded = _guarded(tensors)
             for guards, its_activation, its_pad_slot_id, plan in self._recent:
@@ -293,8 +301,7 @@ class Plans:
     def _remember(self, tensors: Tensors, activation: str | None, pad_slot_id: int, plan: Plan) -> None:
         guards = _guards_of(_guarded(tensors))
         if guards is not None:
-            kept = [one for one in self._recent if one[3] is not plan]
-            self._recent = [(guards, activation, pad_slot_id, plan), *kept][:_MOST_RECENT]
+            self._recent = [(guards, activation, pad_slot_id, plan), *self._recent][:_MOST_RECENT]
 
 
 def _guards_of(guarded: Sequence[Any]) -> Any:

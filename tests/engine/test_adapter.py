@@ -408,3 +408,26 @@ def test_torch_compile_traces_through_the_adapters() -> None:
     expected = step(x, again)
     assert torch.equal(torch.compile(step, fullgraph=True, backend="aot_eager")(x, state), expected)
     assert torch.equal(state, again)
+
+
+def test_what_the_original_would_refuse_is_left_to_it() -> None:
+    weight, bias = weights()
+
+    def keyword_only(x, weight, bias, conv_states, query_start_loc, *, cache_indices=None, activation="silu"):
+        raise Reached
+
+    conv, update = prefill_adapter(keyword_only, "fn"), update_adapter(update_033, "update")
+    x, state = torch.randn(4, C), pool()
+    before = state.clone()
+    with pytest.raises(TypeError, match="positional"):
+        conv(x.t(), weight, bias, state, slots(0, 4), slots(3), cache_indices=slots(1))
+    for options in ({"query_start_loc": None}, {"weight": None}, {"conv_states": None}):
+        call = {"x": x.t(), "weight": weight, "bias": bias, "conv_states": state, "query_start_loc": slots(0, 4)}
+        with pytest.raises(Reached):
+            conv(**{**call, **options}, cache_indices=slots(1))
+    for rows in (torch.tensor(1.0), torch.randn(C), torch.randn(1, 2, C, 2)):
+        with pytest.raises(Reached):
+            update(rows, state, weight, bias, conv_state_indices=slots(1))
+    with pytest.raises(Reached):
+        update(torch.randn(2, C, 3), state, weight, bias, conv_state_indices=slots(1), query_start_loc=slots(0, 2))
+    assert torch.equal(state, before)

@@ -5,42 +5,20 @@ No device: a recording kernel stands for the loaded ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.plans import KINDS, NAMES, Kind, Loaded, complete, full_path, in_order, make_call, pretend
 from torch import Tensor
 
-from serving_conv.checks import check
-from serving_conv.contract import PREFILL, STEP, UPDATE, Entry, prefill_workspace_size
+from serving_conv.contract import PREFILL, UPDATE
 from serving_conv.errors import CaptureError
-from serving_conv.native import cuda as cuda_module
 from serving_conv.native import plan as plans_module
-from serving_conv.native.call import prepare_update
-from serving_conv.native.cuda import prefill_launch
 from serving_conv.native.plan import Plan, Plans
-
-NAMES = (
-    "x",
-    "weight",
-    "bias",
-    "conv_state",
-    "out",
-    "cu_seqlens",
-    "slots",
-    "has_initial_state",
-    "num_accepted_tokens",
-    "workspace",
-    "speculative",
-    "checkpoint_offsets",
-    "checkpoint_tokens",
-    "checkpoint_slots",
-)
 
 
 class Recorded:
@@ -130,7 +108,7 @@ def test_another_option_is_not_answered(plans: Plans, activation: Any, pad_slot_
     assert plans.run(tensors_of(call()), activation, pad_slot_id) is None
 
 
-def test_in_place_calls_have_plans_of_their_own(plans: Plans) -> None:
+def test_in_place_and_allocating_calls_have_plans_of_their_own(plans: Plans) -> None:
     arguments = call()
     arguments["out"] = arguments["x"]
     plans.add(tensors_of(arguments), "silu", -1, arguments)
@@ -139,6 +117,23 @@ def test_in_place_calls_have_plans_of_their_own(plans: Plans) -> None:
     again["out"] = again["x"]
     assert plans.run(tensors_of(again), "silu", -1) is not None
     assert plans.run(tensors_of(call()), "silu", -1) is not None
+
+
+def test_in_place_and_elsewhere_share_a_plan_but_no_guards(plans: Plans) -> None:
+    inside, elsewhere = call(), {**call(), "out": torch.empty(3, 8)}
+    inside["out"] = inside["x"]
+    plans.add(tensors_of(inside), "silu", -1, inside)
+    for _ in range(3):
+        for arguments in (inside, elsewhere):
+            assert plans.run(tensors_of(arguments), "silu", -1) is not None
+    assert len(plans._table) == 2
+    assert len(plans._recent) in (0, 3)  # both stay: neither call makes the other slow
+
+
+def test_a_plan_that_declined_is_not_made_anew(plans: Plans) -> None:
+    (plan,) = plans._table.values()
+    plans.add(tensors_of(call()), "silu", -1, {**call(), "out": torch.empty(3, 8)})
+    assert list(plans._table.values()) == [plan]
 
 
 def test_other_sizes_are_answered(plans: Plans) -> None:
@@ -166,196 +161,12 @@ def test_unaligned_calls_make_no_plan() -> None:
     assert plans.run(tensors_of(arguments), "silu", -1) is None
 
 
-# What depends on addresses. Tensors stand at numbers of our choice: nothing reads them.
-
-
-@dataclass
-class At:
-    """A tensor by its address alone, with storage of its own."""
-
-    address: int
-
-    def untyped_storage(self) -> Any:
-        return SimpleNamespace(data_ptr=lambda: self.address - 1, nbytes=lambda: 0)
-
-
-EXTENTS = {"x": 128, "weight": 96, "bias": 64, "conv_state": 256, "out": 128, "cu_seqlens": 16, "slots": 12}
-EXTENTS |= {"has_initial_state": 3, "num_accepted_tokens": 12, "workspace": 64, "checkpoint_slots": 12}
-ADDRESSES = {"x": 1024, "weight": 2048, "bias": 3072, "conv_state": 4096, "out": 8192, "cu_seqlens": 16384}
-ADDRESSES |= {"slots": 16512, "has_initial_state": 16640, "num_accepted_tokens": 16768, "workspace": 32768}
-ADDRESSES |= {"checkpoint_slots": 24576}
-
-
-def plan_at(names: Sequence[str], *, in_place: bool = False) -> Plan:
-    plan = Plan.__new__(Plan)
-    plan._state, plan._out = names.index("conv_state"), names.index("out")
-    plan._words, plan._in_place = slice(names.index("out") + 1), in_place
-    return plan
-
-
-def is_sound(changed: dict[str, int], *, in_place: bool = False, without: Sequence[str] = ()) -> bool:
-    names = [name for name in NAMES if name in ADDRESSES and name not in without]
-    addresses = [(ADDRESSES | changed)[name] for name in names]
-    extents = [EXTENTS[name] for name in names]
-    plan = plan_at(names, in_place=in_place)
-    sound = plan._is_sound(addresses, extents)
-    if "workspace" in names:
-        tensors: Any = [At(address) for address in addresses]
-        private = plan._is_private_workspace(names.index("workspace"), tensors, addresses, extents)
-        return sound and private
-    return sound
-
-
-@pytest.mark.parametrize(
-    ("changed", "sound"),
-    [
-        ({}, True),
-        ({"x": 1025}, False),  # not aligned
-        ({"bias": 3080}, False),
-        ({"slots": 16516}, True),  # no words are read there
-        ({"x": 3984}, False),  # its last bytes are the pool's first
-        ({"x": 3968}, True),  # right before the pool
-        ({"bias": 4096}, False),
-        ({"slots": 4252}, False),
-        ({"num_accepted_tokens": 8192 + 124}, False),  # in out
-        ({"num_accepted_tokens": 8192 + 128}, True),  # right behind it
-        ({"checkpoint_slots": 4096}, False),
-        ({"out": 4224}, False),
-        ({"out": 1024}, False),  # x itself, but not in place
-        ({"slots": 16384}, True),  # offsets and slots may share: both are read
-        ({"workspace": 8192 + 124}, False),  # in out
-        ({"workspace": 4096 - 60}, False),  # into the pool
-        ({"workspace": 16640 - 60}, False),  # in the flags
-        ({"workspace": 4096 - 64}, True),  # right before the pool
-    ],
-)
-def test_addresses_are_looked_at(changed: dict[str, int], sound: bool) -> None:
-    assert is_sound(changed) is sound
-    assert is_sound(changed, without=("workspace",)) is (sound or "workspace" in changed)
-
-
-def test_in_place_means_x_itself() -> None:
-    assert is_sound({"out": 1024}, in_place=True)
-    assert not is_sound({"out": 1040}, in_place=True)
-    assert not is_sound({"out": 4096 - 128 + 16, "x": 4096 - 128 + 16}, in_place=True)  # and in the pool
-
-
 # The launches.
-
-
-class Loaded:
-    """Stands for a loaded kernel."""
-
-    launches: ClassVar[list[tuple[Any, bytes, tuple[int, int, int], int]]] = []
-
-    def __init__(self, variant: Any) -> None:
-        self.variant = variant
-
-    def launch(self, parameters: bytes, grid: tuple[int, int, int], stream: int) -> None:
-        self.launches.append((self.variant, parameters, grid, stream))
-
-
-FLAG = torch.zeros(1, dtype=torch.int32)
 
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> type[Loaded]:
-    """The CPU passes for a GPU of 132 multiprocessors, all of whose kernels are loaded."""
-    for module in (plans_module, cuda_module):
-        monkeypatch.setattr(module, "fault_flag", lambda device: FLAG)
-        monkeypatch.setattr(module, "load_variant", lambda variant, index: Loaded(variant))
-    monkeypatch.setattr(cuda_module, "_traits_of_device", lambda index: (132, 90))
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 77, raising=False)
-    Loaded.launches.clear()
-    return Loaded
-
-
-@dataclass(frozen=True)
-class Kind:
-    """Calls that are alike: an entry, and what is given to it."""
-
-    entry: Entry
-    given: frozenset[str]
-    channels: int = 64
-    positions: int = 5
-    pool: Literal["channels", "positions"] = "channels"
-    pitch: int = 0
-    x: torch.dtype = torch.bfloat16
-    state: torch.dtype = torch.bfloat16
-    activation: str | None = "silu"
-    pad_slot_id: int = -1
-
-
-KINDS: dict[str, Kind] = {
-    "decode": Kind(UPDATE, frozenset()),
-    "decode in place": Kind(UPDATE, frozenset({"out is x"}), pitch=96),
-    "decode with everything": Kind(UPDATE, frozenset({"bias", "out", "has_initial_state", "num_accepted_tokens"})),
-    "speculative": Kind(UPDATE, frozenset({"cu_seqlens", "num_accepted_tokens", "out is x"}), positions=6),
-    "prefill": Kind(PREFILL, frozenset({"cu_seqlens"})),
-    "prefill of a slice": Kind(PREFILL, frozenset({"cu_seqlens", "bias", "has_initial_state"}), pitch=80),
-    "prefill with everything": Kind(
-        PREFILL,
-        frozenset({"cu_seqlens", "bias", "has_initial_state", "num_accepted_tokens", "out", "workspace"}),
-        activation=None,
-        pad_slot_id=0,
-    ),
-    "prefill, positions contiguous": Kind(PREFILL, frozenset({"cu_seqlens"}), pool="positions", state=torch.float32),
-    "prefill, no words": Kind(PREFILL, frozenset({"cu_seqlens", "bias"}), channels=7, x=torch.float32),
-    "step": Kind(STEP, frozenset({"cu_seqlens", "has_initial_state"})),
-    "step with drafts": Kind(STEP, frozenset({"cu_seqlens", "num_accepted_tokens", "speculative", "out"})),
-    "step with checkpoints": Kind(STEP, frozenset({"cu_seqlens", "bias", "has_initial_state", "checkpoints"})),
-}
-
-
-def make_call(kind: Kind, rows: int, sequences: int, checkpoints: int = 2) -> dict[str, Any]:
-    """Arguments of one call, each in memory of its own."""
-    channels, positions, given = kind.channels, kind.positions, kind.given
-    numbers = lambda count: torch.zeros(count, dtype=torch.int32)  # noqa: E731
-    x = torch.zeros(rows, max(channels, kind.pitch), dtype=kind.x)[:, :channels]
-    pool = torch.zeros(9, positions, channels, dtype=kind.state).transpose(1, 2)
-    arguments: dict[str, Any] = {
-        "x": x,
-        "weight": torch.zeros(channels, 4, dtype=kind.x),
-        "bias": torch.zeros(channels) if "bias" in given else None,
-        "conv_state": pool if kind.pool == "channels" else pool.contiguous(),
-        "out": x if "out is x" in given else torch.zeros(rows, channels, dtype=kind.x) if "out" in given else None,
-        "cu_seqlens": numbers(sequences + 1) if "cu_seqlens" in given else None,
-        "slots": numbers(sequences),
-        "num_accepted_tokens": numbers(sequences) if "num_accepted_tokens" in given else None,
-        "has_initial_state": torch.zeros(sequences, dtype=torch.bool) if "has_initial_state" in given else None,
-        "workspace": numbers(prefill_workspace_size(rows, sequences) + 3) if "workspace" in given else None,
-    }
-    if kind.entry is STEP:
-        arguments["speculative"] = torch.zeros(sequences, dtype=torch.bool) if "speculative" in given else None
-        named = "checkpoints" in given
-        arguments["checkpoint_offsets"] = numbers(sequences + 1) if named else None
-        arguments["checkpoint_tokens"] = numbers(checkpoints) if named else None
-        arguments["checkpoint_slots"] = numbers(checkpoints) if named else None
-    return arguments
-
-
-def complete(kind: Kind, arguments: dict[str, Any], out: Tensor) -> dict[str, Any]:
-    """As the full path has them."""
-    slots = "state_indices" if kind.entry is UPDATE else "cache_indices"
-    renamed = {slots if name == "slots" else name: value for name, value in arguments.items()}
-    if kind.entry is not PREFILL:
-        del renamed["workspace"]
-    return renamed | {"out": out, "activation": kind.activation, "pad_slot_id": kind.pad_slot_id}
-
-
-def in_order(arguments: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(arguments[name] for name in NAMES if name in arguments)
-
-
-def of_full_path(kind: Kind, arguments: dict[str, Any], out: Tensor) -> tuple[Any, bytes, tuple[int, int, int], int]:
-    whole = complete(kind, arguments, out)
-    check(kind.entry, whole)
-    x = whole.pop("x")
-    whole.pop("workspace", None)
-    launch = prepare_update(x, **whole, fault_flag=FLAG) if kind.entry is UPDATE else prefill_launch(x, whole)
-    assert launch is not None
-    return launch.variant, launch.parameters, launch.grid, 77
+    return pretend(monkeypatch)
 
 
 def sizes_of(kind: Kind) -> st.SearchStrategy[tuple[int, int, int]]:
@@ -389,7 +200,7 @@ def test_a_plan_launches_what_the_full_path_would(
                 assert result is not None, (sizes, layer)
                 assert result.shape == arguments["x"].shape
                 assert result.is_contiguous() or "out is x" in kind.given
-                assert device.launches == [of_full_path(kind, arguments, result)]
+                assert device.launches == [full_path(kind, arguments, result)]
         assert len(plans._table) == 1
 
     launches_agree()
@@ -421,6 +232,14 @@ def test_sizes_are_checked(wrong: str, device: type[Loaded]) -> None:
         made = plans.run(in_order(arguments), kind.activation, kind.pad_slot_id)
         assert (made is None) is spoilt
     assert len(device.launches) == 2
+
+
+def test_the_device_must_be_current(device: type[Loaded], monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, plans = KINDS["prefill"], Plans(PREFILL)
+    arguments = make_call(kind, 10, 1)
+    plans.add(in_order(arguments), "silu", -1, complete(kind, arguments, torch.zeros(10, 64, dtype=kind.x)))
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1)
+    assert plans.run(in_order(arguments), "silu", -1) is None
 
 
 def test_strides_that_only_one_row_may_have(device: type[Loaded]) -> None:

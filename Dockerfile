@@ -1,7 +1,7 @@
 # CUDA runtime only: kernels are compiled on first use by NVRTC from its wheel, so no compiler is installed.
 #   docker build -t serving-conv .
 #   docker run --rm serving-conv                    # the replay, on the CPU
-#   docker run --rm --gpus all serving-conv serving-conv replay --check
+#   docker run --rm --gpus all serving-conv serving-conv replay --check --device cuda
 # In vLLM's own image: pip install 'serving-conv[cuda]' there; its plugin needs nothing else.
 FROM nvidia/cuda:13.0.1-runtime-ubuntu24.04
 

@@ -5,8 +5,8 @@
 Every engine is a process of its own. Engines start together, for starting takes most of the time; the timed parts
 then run one after the other, with all other engines idle. `timed` runs each model stock and with the plugin, with and
 without dependent launch. `tokens` runs them with the plugin with and without CUDA graphs, with speculation and with
-prefix caching, and compares tokens: between runs of ours they must be equal; against stock the first difference and
-its size in log probability is shown.
+prefix caching, and compares tokens: between runs of ours with and without graphs they must be equal; against stock the
+first difference and its size in log probability is shown.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Shows the lines of `benchmarks/engine.py` as the README's tables: steps, tokens, starts.
 
-python benchmarks/engine_summary.py results/h200-engine.jsonl
+python benchmarks/engine_summary.py benchmarks/results/h200-engine.jsonl
 """
 
 from __future__ import annotations

@@ -63,6 +63,12 @@ def _kernel(lines: Sequence[Line], *, cache: str = "cold", setting: str = "alone
     ]
 
 
+def _checked(lines: Sequence[Line], chosen: Sequence[Line]) -> list[Line]:
+    """Those chosen whose method has a figure in the cold row too, since only that one was checked."""
+    cold = {(line["row"], line["method"]) for line in _kernel(lines) if line.get("us") is not None}
+    return [line for line in chosen if (line["row"], line["method"]) in cold]
+
+
 def _figure(lines: Sequence[Line], row: str, method: str) -> Line | None:
     for line in lines:
         if line["row"] == row and line["method"] == method and line.get("us") is not None:
@@ -110,7 +116,7 @@ def _sections(lines: Sequence[Line]) -> list[tuple[str, list[str], list[list[str
         ("Microseconds a call after a foreign kernel, cold", "cold", FOREIGN, False),
         ("Microseconds a call, warm in L2", "warm", "alone", False),
     ):
-        chosen = _kernel(lines, cache=cache, setting=setting)
+        chosen = _checked(lines, _kernel(lines, cache=cache, setting=setting))
         timed = [line for line in chosen if line.get("us") is not None]
         if timed:
             methods = _methods(timed)

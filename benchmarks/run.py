@@ -144,6 +144,7 @@ class _Rows:
         self._device, self._timer, self._copy = device, timer, copy
         self._l2_bytes, self._deadline = l2_bytes, deadline
         self._write, self._say = write, say
+        self._refused: set[tuple[str, str]] = set()  # a warm figure needs the check of the cold one
         self._foreign: Call | None = None
         if with_foreign:
             source = torch.ones(1 << 20, device=device)
@@ -181,10 +182,12 @@ class _Rows:
                     self._write(line(row, peer.name, pair, None, cold=cold, calls=calls, foreign=foreign, **more))
                     said.append(f"({pair.us - foreign:.2f})")
             except PeerAbsent as reason:
+                self._refused.add((row.name, peer.name))
                 self._write(absent_line(row, peer.name, str(reason)))
             except Exception as error:
                 if ours:
                     raise
+                self._refused.add((row.name, peer.name))
                 # One peer that breaks on one row must not cost the other rows.
                 self._write(absent_line(row, peer.name, f"failed: {error!r}"[:500]))
                 said.append(f"{peer.name} failed")
@@ -197,6 +200,8 @@ class _Rows:
     def _measure_warm(self, row: Row, gated: Gate) -> None:
         work = make_work(row, WARM_CALLS, self._device)
         for peer in (Ours(), *self._peers):
+            if (row.name, peer.name) in self._refused:
+                continue
             with suppress(PeerAbsent):  # said in the cold row
                 if not isinstance(peer, Ours):
                     self._may_run(peer, row)
@@ -220,9 +225,10 @@ class _Rows:
         self, peer: Peer, calls: Sequence[Call], work: Work, pool: torch.Tensor, expected: dict[bool, Expected]
     ) -> Line:
         """A peer's result of the first call against float64; a wrong one has no speed."""
-        if peer.reads_pool not in expected:
-            expected[peer.reads_pool] = expect(work, history=peer.reads_pool)
-        wanted = expected[peer.reads_pool]
+        history = peer.reads_pool or work.row.kind != "prefill"
+        if history not in expected:
+            expected[history] = expect(work, history=history)
+        wanted = expected[history]
         calls[1]()  # an autotuner runs its first call many times over, on one and the same state
         work.state.copy_(pool)
         error = relative_error(calls[0](), wanted.values)

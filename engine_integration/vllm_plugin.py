@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from serving_conv.backends import use_backend
+from serving_conv.backends import backend_for, use_backend
 from serving_conv.engine_report import COUNTERS
 from serving_conv.settings import SETTINGS
 
@@ -168,6 +168,7 @@ def _hook_worker() -> None:
 
     def initialize_from_config(self: Any, *arguments: Any, **options: Any) -> Any:
         result = original(self, *arguments, **options)
+        COUNTERS.backend = _serving_backend() or COUNTERS.backend
         # Said here and not in register: vLLM 0.32 sets its logging up after it has called the plugins, and of an
         # engine's processes only the workers run layers.
         logger.info(_start_line())
@@ -200,7 +201,18 @@ def _version() -> str:
     return "of unknown version"
 
 
+def _serving_backend() -> str | None:
+    """Name of the backend that serves the worker's device, which exists by now; None if none does."""
+    from vllm.platforms import current_platform
+
+    try:
+        return backend_for(torch.empty(0, device=current_platform.device_type))
+    except Exception:  # a name for a log line may stop no engine
+        return None
+
+
 def _backend_name(on_cpu: bool) -> str:
+    """Name of the backend that is expected, before any device exists."""
     if SETTINGS.backend is not None:
         return SETTINGS.backend
     if on_cpu:

@@ -1,4 +1,4 @@
-// The parameters of every kernel. Generated from serving_conv/native/abi.py.
+// The parameters of the convolutions. Generated from serving_conv/native/abi.py.
 struct Parameters {
   const void *x;  // [rows, channels]
   const void *weight;  // [channels, WIDTH]

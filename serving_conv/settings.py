@@ -1,4 +1,4 @@
-"""Owns the environment: the only file that reads it, once, at import.
+"""Owns the environment: the only file of the package that reads it, all but the last variable once, at import.
 
 | variable | values | meaning |
 |---|---|---|
@@ -12,6 +12,7 @@
 | `CAUSAL_CONV1D_DETERMINISTIC` | a leading `1` / `0` | ordered sums in the training path; else torch decides |
 
 The last is causal-conv1d's own switch, which that library and Megatron-Core read at every call; so does this one.
+`serving_conv_vllm.py`, beside the package, looks at `SERVING_CONV_VLLM` by itself, since it must import nothing.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from serving_conv.native import cuda, host
 from serving_conv.native.call import Traits, variant_of
 from serving_conv.native.config import choose_prefill, choose_update
 from serving_conv.native.variant import CHANNELS_CONTIGUOUS, POSITIONS_DENSE, Variant
-from serving_conv.ops import causal_conv1d_fn, causal_conv1d_update
+from serving_conv.ops import causal_conv1d_fn, causal_conv1d_step, causal_conv1d_update
 
 __all__ = ["model_variants", "warmup"]
 
@@ -152,7 +152,7 @@ def warmup(
         activation: as in the entries.
         layout: of the pool.
         draft_tokens: 0 without speculation.
-        steps: also what `causal_conv1d_step` runs with drafts or checkpoints; the Triton backend has neither.
+        steps: also what `causal_conv1d_step` runs with drafts or checkpoints.
         device: where to load, for the backend that serves it; ignored with `architecture`.
         architecture: as `sm_90`: only compile the CUDA kernels into the disk cache, which needs no GPU.
         progress: called with (kernels done, kernels in all).
@@ -192,7 +192,7 @@ def warmup(
             found = variants(multiprocessors=host.MULTIPROCESSORS)
             loads = [partial(host.load_variant, variant) for variant in found]
         else:
-            loads = list(_first_calls(channels, **traits, device=target))
+            loads = list(_first_calls(channels, **traits, steps=steps, device=target))
     for done, load in enumerate(loads):
         if progress is not None:
             progress(done, len(loads))
@@ -231,6 +231,7 @@ def _first_calls(
     activation: str | None,
     layout: str,
     draft_tokens: int,
+    steps: bool,
     device: torch.device,
 ) -> Iterator[Callable[[], object]]:
     """Calls of one token that together run each Triton kernel of a layer.
@@ -259,6 +260,21 @@ def _first_calls(
             yield partial(causal_conv1d_fn, x, weight, pool, offsets, slots, **options)
             for packed in (None, offsets):
                 yield partial(causal_conv1d_update, x, weight, pool, slots, cu_seqlens=packed, **options)
+            for named in _step_arguments(offsets, draft_tokens > 0) if steps else ():
+                yield partial(causal_conv1d_step, x, weight, pool, offsets, slots, **named, **options)
+
+
+def _step_arguments(offsets: torch.Tensor, drafts: bool) -> Iterator[dict[str, Any]]:
+    """What a step of one token may give that prefill does not have: drafts, a checkpoint in slot 0, or both."""
+    marks = {"speculative": offsets[1:] > 0}
+    checkpoint = {
+        "checkpoint_offsets": offsets,
+        "checkpoint_tokens": torch.ones_like(offsets[1:]),
+        "checkpoint_slots": torch.zeros_like(offsets[1:]),
+    }
+    yield checkpoint
+    if drafts:
+        yield from (marks, marks | checkpoint)
 
 
 def _checked(

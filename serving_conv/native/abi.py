@@ -1,4 +1,4 @@
-"""Owns the one block of parameters that every kernel takes: its order, its C text and its packing.
+"""Owns the one block of parameters that the convolutions take: its order, its C text and its packing.
 
 `kernels/parameters.cuh` and `kernels/backward_parameters.cuh` are these records written out; a test compares them.
 """
@@ -82,7 +82,7 @@ BACKWARD_PACKER = struct.Struct(PACKER.format + "".join(_CODES.get(kind, "Q") fo
 
 def parameters_header() -> str:
     """The text of `kernels/parameters.cuh`."""
-    return _header("// The parameters of every kernel.", "Parameters", FIELDS)
+    return _header("// The parameters of the convolutions.", "Parameters", FIELDS)
 
 
 def backward_parameters_header() -> str:

@@ -113,9 +113,9 @@ def choose_backward(
 
     Every run of rows costs the W-1 rows on both its sides again and one set of partial sums, so runs are as long as
     one wave of blocks allows. Three blocks a multiprocessor against four, ordered, in us: 110.2 and 116.5 for 8192
-    rows, 801 and 824 for 65536, where three copied streams take 103.5 and 817; 38.6 and 41.8 with 2048 channels; runs
+    rows, 801 and 824 for 65536, where three copied streams take 103.5 and 817; 38.6 and 41.8 with 2048 channels. Runs
     of another length, threads with half the channels and 8, 16 or 20 rows ahead are all slower
-    (`benchmarks/backward.py --sweep`).
+    (`benchmarks/backward.py --sweep`). The committed results, of another run, have 111.2 and 874 with a spread of 13 %.
 
     Args:
         rows: of a batch.

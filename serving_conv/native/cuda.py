@@ -2,7 +2,7 @@
 
 Compiling needs no toolkit: NVRTC comes in its wheel. The disk cache is cuda.core's: entries are published by
 rename, a corrupt one is a miss, and several processes may share it. Kernels are launched with programmatic
-dependent launch where the device has it (sm_90 and up).
+dependent launch where the device has it (sm_90 and up), unless `SERVING_CONV_DEPENDENT_LAUNCH=0` says otherwise.
 """
 
 from __future__ import annotations

@@ -52,8 +52,8 @@ def choose(kernel: str, *, width: int, element_bytes: int, layout: int, packed: 
     Measured on an H200, bf16, 8192 channels, 4 taps; microseconds a call beside the CUDA backend's:
         prefill                 512 rows 8.03 (6.88), 8192 68.5 (67.2), 32768 263 (256), 256 short 34.2 (27.3),
                                 4096 + 200 of one 46.5 (45.2); 2 rows a group are the most within 128 registers
-        decode                  1 1.41 (1.68), 8 1.81 (1.92), 64 3.65 (3.57), 1024 35.2 (36.0)
-        decode, positions       64 5.06 (3.33), 1024 57.3 (36.2); 5.9 and 58.5 with 4 channels a thread
+        decode                  1 1.41 (1.35), 8 1.80 (1.67), 64 3.66 (3.28), 1024 35.3 (36.3)
+        decode, positions       64 5.06 (3.21), 1024 57.3 (37.9); 5.9 and 58.5 with 4 channels a thread
         speculative             2 warps 1.02 of the best over 8 and 256 sequences, 4 warps 1.035, 8 channels 1.10
         speculative, positions  256 46.7 (23.8); 52 with 4 channels a thread
 
@@ -116,7 +116,7 @@ def _is_nvidia(device: torch.device) -> bool:
 @cache
 def _launches_dependently(device: torch.device) -> bool:
     """Whether a kernel may start while the one before it still runs: programmatic dependent launch, from sm_90."""
-    return _is_nvidia(device) and torch.cuda.get_device_capability(device) >= (9, 0)
+    return SETTINGS.dependent_launch and _is_nvidia(device) and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _layout(conv_state: Tensor) -> int:

@@ -14,7 +14,7 @@ from serving_conv.training.halo import Neighbours
 __all__ = ["agree"]
 
 _agreed: set[str] = set()  # names of groups on GPUs that have made one call
-_WHAT = ("batches", "channels", "taps", "types, activation and which arguments are given", "rows (packed)")
+_WHAT = ("batches", "channels", "taps", "type of x, activation and which arguments are given", "rows (packed)")
 
 
 def agree(

@@ -61,7 +61,7 @@ def causal_conv1d_cp(
     Raises:
         ContractError: a shape, type, device or option breaks these rules; it is a ValueError. On CPU tensors, on the
             first call of a group and with `SERVING_CONV_DEBUG=1` the ranks compare notes first, so all of them raise
-            if one does, or if they disagree on B, D, W, types or options. Otherwise the rank that sees an error
+            if one does, or if they disagree on B, D, W, the type of x or options. Otherwise the rank that sees an error
             raises, and its neighbours raise CommunicationError after the group's timeout.
         CommunicationError: a neighbour is gone, or silent for longer than the group's timeout.
     """

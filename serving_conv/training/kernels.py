@@ -1,7 +1,7 @@
 """Owns who computes the training path: the serving kernels and their backward, or plain torch.
 
 The forward is `causal_conv1d_fn`'s own kernel, so a trainer's outputs are the server's, bit for bit. The backward has
-a kernel where the `cuda` or `host` backend serves the device; elsewhere, and in float64, both are the reference.
+a kernel where the `cuda` or `host` backend serves the device; elsewhere it is the reference. In float64 both are.
 """
 
 from __future__ import annotations

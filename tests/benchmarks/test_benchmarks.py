@@ -233,6 +233,53 @@ def test_a_wrong_or_broken_peer_has_no_speed() -> None:
     assert "RuntimeError" in found["broken"]["absent"]
 
 
+def test_a_decode_step_is_checked_from_its_windows() -> None:
+    class PrefillsFromZeros(peers.TorchConv):  # as causal-conv1d, whose decode step has a pool
+        name = "zeros"
+
+        def refuses(self, row: Any) -> str | None:
+            return None
+
+        def calls(self, work: Any) -> list[timing.Call]:
+            return peers.Ours().calls(work)
+
+    decode = next(row for row in SMALL if row.kind == "decode")
+    lines = measured([decode], [PrefillsFromZeros()])
+    found = [line for line in lines if line["method"] == "zeros"]
+    assert found
+    assert all(line["absent"] is None and line["error"] < 4e-3 for line in found if line["cache"] == "cold")
+
+
+def test_a_peer_refused_cold_is_not_timed_warm() -> None:
+    class Wrong(peers.TorchConv):
+        name = "wrong"
+
+        def refuses(self, row: Any) -> str | None:
+            return None
+
+        def calls(self, work: Any) -> list[timing.Call]:
+            return [lambda: work.out[0].zero_()] * 2
+
+    warm = next(row for row in SMALL if row.warm)
+    lines = measured([warm], [Wrong()])
+    assert {line["cache"] for line in lines if line["method"] == "wrong"} == {"cold"}
+    assert {line["cache"] for line in lines if line["method"] == "serving_conv"} == {"cold", "warm"}
+
+
+def test_the_report_leaves_out_warm_figures_without_a_check() -> None:
+    lines = [
+        {"what": "kernel", "row": "decode 1", "method": method, "cache": cache, "setting": "alone", "us": us}
+        for method, cache, us in (
+            ("serving_conv", "cold", 2.0),
+            ("serving_conv", "warm", 1.0),
+            ("causal-conv1d", "cold", None),
+            ("causal-conv1d", "warm", 1.5),
+        )
+    ]
+    titles = {title: body for title, _, body in report._sections(lines)}
+    assert titles["Microseconds a call, warm in L2"] == [["decode 1", "1.00", "-"]]
+
+
 def test_after_the_deadline_only_ours_is_timed() -> None:
     lines = measured(SMALL[:1], [peers.TorchConv()], deadline=0.0)
     assert [line["absent"] for line in lines] == [None, "the run's time was spent"]

@@ -35,7 +35,7 @@ def int32(*values):
     return torch.tensor(values, dtype=torch.int32)
 
 
-def serve(rows, *, dtype, state_dtype, bias, activation, layout, draft_tokens):
+def serve(rows, *, dtype, state_dtype, bias, activation, layout, draft_tokens, steps):
     positions = serving_conv.state_positions(4, draft_tokens)
     pool = torch.zeros(rows + 1, positions, CHANNELS, dtype=state_dtype).transpose(1, 2)
     pool = pool if layout == "channels" else pool.contiguous()
@@ -53,19 +53,26 @@ def serve(rows, *, dtype, state_dtype, bias, activation, layout, draft_tokens):
             if offsets is not None:
                 for entry in (serving_conv.causal_conv1d_fn, serving_conv.causal_conv1d_step):
                     entry(x, weight, pool, offsets, used, **options)
+                marks, named = {"speculative": torch.ones(len(used), dtype=torch.bool)}, {
+                    "checkpoint_offsets": torch.zeros(len(used) + 1, dtype=torch.int32),
+                    "checkpoint_tokens": int32(1, 1, 1), "checkpoint_slots": int32(0, 0, 0)}
+                for more in ((named, marks, marks | named) if draft_tokens else (named,)) if steps else ():
+                    serving_conv.causal_conv1d_step(x, weight, pool, offsets, used, **options, **more)
 
 
 LAYER = {"dtype": torch.float32, "state_dtype": torch.float32, "bias": True, "activation": "silu",
-         "layout": "channels", "draft_tokens": 0}
+         "layout": "channels", "draft_tokens": 0, "steps": False}
 CHANGES = ({}, {"layout": "positions"}, {"draft_tokens": 3}, {"dtype": torch.float16, "state_dtype": torch.float16},
-           {"state_dtype": torch.float16, "draft_tokens": 1}, {"bias": False}, {"activation": None})
+           {"state_dtype": torch.float16, "draft_tokens": 1}, {"bias": False}, {"activation": None},
+           {"steps": True}, {"steps": True, "draft_tokens": 2})
 for change in CHANGES:
     layer = {**LAYER, **change}
     _loaded.clear()
     told = []
     count = serving_conv.warmup(CHANNELS, **layer, device="cpu", progress=lambda *done: told.append(done))
     warm = set(_loaded)
-    assert count == len(warm) == (12 if layer["draft_tokens"] else 6), (change, count, len(warm))
+    least, more = (12, 12) if layer["draft_tokens"] else (6, 2)
+    assert count == len(warm) == least + more * layer["steps"], (change, count, len(warm))
     assert told == [(done, count) for done in range(count + 1)]
     for rows in SIZES:
         serve(rows, **layer)
@@ -151,3 +158,14 @@ torch.cuda.synchronize()
 """
     done = python(code, SERVING_CONV_BACKEND="triton")
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize(("switch", "expected"), [("1", "True"), ("0", "False")])
+def test_dependent_launch_can_be_switched_off(switch: str, expected: str) -> None:
+    code = """
+import torch
+from serving_conv.portable import backend
+torch.cuda.get_device_capability = lambda device: (9, 0)
+print(backend._launches_dependently(torch.device("cuda", 0)))
+"""
+    assert python(code, SERVING_CONV_DEPENDENT_LAUNCH=switch).stdout.split() == [expected]

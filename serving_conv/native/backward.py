@@ -37,7 +37,14 @@ class BackwardBuffers:
 
 
 def _vec(
-    vec: int, x: Tensor, weight: Tensor, bias: Tensor | None, initial: Tensor | None, dout: Tensor, dx: Tensor | None
+    vec: int,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial: Tensor | None,
+    dout: Tensor,
+    dfinal: Tensor | None,
+    dx: Tensor | None,
 ) -> int:
     """Channels of a thread: as many as addresses and strides allow, one where they do not lie side by side."""
     if x.stride(2) != 1 or dout.stride(2) != 1:
@@ -45,6 +52,8 @@ def _vec(
     runs: list[Run] = [(t, t.element_size(), t.stride()[:2]) for t in (x, dout, dx) if t is not None]
     if initial is not None:
         runs.append((initial, initial.element_size(), (initial.stride(0), initial.stride(2))))
+    if dfinal is not None:
+        runs.append((dfinal, dfinal.element_size(), dfinal.stride()[:2]))
     return aligned_vec(vec, x.shape[2], runs + weight_runs(weight, bias))
 
 
@@ -104,7 +113,7 @@ def prepare_backward(
         # The second kernel writes both; what nobody asked for goes to scratch.
         dweight = torch.empty_like(weight) if buffers.dweight is None else buffers.dweight
         dbias = torch.empty_like(bias) if bias is not None and buffers.dbias is None else buffers.dbias
-    vec = _vec(config.vec, x, weight, bias, initial, dout, buffers.dx)
+    vec = _vec(config.vec, x, weight, bias, initial, dout, dfinal, buffers.dx)
     variant = Variant(
         kernel="conv_backward",
         x=dtype_name(x),

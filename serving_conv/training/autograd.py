@@ -12,6 +12,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from serving_conv.errors import BackendError
 from serving_conv.ops import LIBRARY, needs_dispatch, register_operator
 from serving_conv.training.checks import check_convolution, check_sequences
 from serving_conv.training.determinism import deterministic_reduction
@@ -69,8 +70,9 @@ def causal_conv1d(
     `[B, D, T]`.
 
     Args:
-        x: `[B, T, D]` bf16, fp16, fp32 or float64 (plain torch), any strides. If channels are not contiguous the
-            forward makes one contiguous copy; the backward reads every x and output gradient as they are.
+        x: `[B, T, D]` bf16, fp16, fp32 or float64 (plain torch), any strides. Where no view has its rows one behind
+            another with contiguous channels, the forward makes one contiguous copy; the backward reads every x and
+            output gradient as they are.
         weight: `[D, W]` contiguous, any of the three types (float64 with float64); 2 to 8 taps, the last one meets
             the current token.
         bias: `[D]` or None, own type.
@@ -88,6 +90,7 @@ def causal_conv1d(
 
     Raises:
         ContractError: a shape, type, stride, device or option breaks these rules; it is a ValueError.
+        BackendError: in the backward, if its gradients are differentiated again.
     """
     check_convolution(x, weight, bias, activation)
     check_sequences(x, weight, seq_idx, cu_seqlens, initial_states, want_final=return_final_states)
@@ -113,6 +116,23 @@ def fake_gradient(of: Tensor | None, wanted: bool, x: Tensor) -> Tensor:
     return torch.empty(of.shape, dtype=of.dtype, device=x.device)
 
 
+class _FirstDerivative(torch.autograd.Function):
+    """A gradient that cannot be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, gradient: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise BackendError(
+            "causal_conv1d",
+            got="a derivative of its gradient",
+            wanted="first derivatives",
+            remedy="use plain torch where a loss depends on gradients",
+        )
+
+
 def eager_function(name: str, forward: Any, setup: Any, differentiate: Any) -> Any:
     """An autograd function of two operators' bodies, without a dispatcher between.
 
@@ -130,7 +150,12 @@ def eager_function(name: str, forward: Any, setup: Any, differentiate: Any) -> A
 
     def run_backward(ctx: Any, *gradients: Any) -> Any:
         with torch.no_grad():
-            return differentiate(ctx, *gradients)
+            found = differentiate(ctx, *gradients)
+        if not torch.is_grad_enabled():
+            return found
+        # Under create_graph: a second derivative would miss this operator's part, so whoever asks for it is told.
+        anchor = torch.zeros((), requires_grad=True)
+        return tuple(None if g is None else _FirstDerivative.apply(anchor, g) for g in found)  # type: ignore[no-untyped-call]
 
     members = {"forward": staticmethod(run_forward), "backward": staticmethod(run_backward)}
     return type(name, (torch.autograd.Function,), members)

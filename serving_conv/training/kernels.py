@@ -176,7 +176,7 @@ def gradients(
             found.dx.to(x.dtype) if want_dx else None,
             found.dweight.to(weight.dtype) if want_dweight else None,
             found.dbias.to(bias.dtype) if want_dbias and bias is not None else None,
-            found.dinitial[: initial.shape[0]] if want_dinitial and initial is not None else None,
+            _first(found.dinitial, initial.shape[0]) if want_dinitial and initial is not None else None,
         )
     if initial is not None:  # W-1 rows a sequence: the kernel knows one layout
         initial = initial.transpose(1, 2).contiguous().transpose(1, 2)
@@ -206,6 +206,14 @@ def gradients(
     )
     dinitial = buffers.dinitial
     return buffers.dx, buffers.dweight, buffers.dbias, None if dinitial is None else dinitial.transpose(1, 2)
+
+
+def _first(dinitial: Tensor, count: int) -> Tensor:
+    """The gradients of `count` initial windows; those of no sequence are zeros."""
+    missing = count - dinitial.shape[0]
+    if missing <= 0:
+        return dinitial[:count]
+    return torch.cat((dinitial, dinitial.new_zeros((missing, *dinitial.shape[1:]))))
 
 
 def _buffer_like(parameter: Tensor, *, zero: bool) -> Tensor:

@@ -119,7 +119,7 @@ def forward(
 def _final(x: Tensor, rows: _Rows, initial: Tensor | None, width: int) -> Tensor:
     flat = _flat(x)
     begin, end = rows.offsets[:-1], rows.offsets[1:]
-    final = x.new_zeros((begin.shape[0], x.shape[2], width - 1))
+    final = x.new_zeros((begin.shape[0], width - 1, x.shape[2])).transpose(1, 2)  # as the kernels leave it
     for position in range(width - 1):
         source = end - (width - 1) + position
         inside = (source >= begin).nonzero()[:, 0]
@@ -160,8 +160,10 @@ def backward(
     sequences = rows.offsets.shape[0] - 1
     wide_weight = _wide(weight, x.dtype)
     windows = _windows(_wide(x, x.dtype), rows, None if initial is None else _wide(initial, x.dtype), width)
-    g = _wide(dout, x.dtype).reshape(windows[0].shape)
-    g = torch.where((rows.sequence >= 0)[:, None], g, 0.0)
+    # Rows of no sequence may hold anything, NaN included, and nothing times NaN is not nothing.
+    owned = (rows.sequence >= 0)[:, None]
+    windows = torch.where(owned, windows, 0.0)
+    g = torch.where(owned, _wide(dout, x.dtype).reshape(windows[0].shape), 0.0)
     if activation is not None:
         total = _sums(windows, wide_weight, None if bias is None else _wide(bias, x.dtype))
         s = torch.sigmoid(total)

@@ -359,3 +359,33 @@ def test_any_strides_of_the_initial_windows(kind: str) -> None:
         out, final = causal_conv1d(x, weight, None, "silu", initial_states=given, return_final_states=True)
         results.append((out, final, *torch.autograd.grad(out.sum() + final.sum(), (x, weight, given))))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_rows_of_no_sequence_may_hold_nan() -> None:
+    for dtype in (torch.float32, torch.float64):
+        x, weight, bias = leaf(1, 9, 3, dtype=dtype), leaf(3, 4, dtype=dtype), leaf(3, dtype=dtype)
+        x.data[:, 4:] = float("nan")
+        causal_conv1d(x, weight, bias, "silu", cu_seqlens=torch.tensor([0, 4], dtype=torch.int32)).sum().backward()
+        for found in (x.grad, weight.grad, bias.grad):
+            assert found is not None and bool(found.isfinite().all())
+
+
+def test_a_second_derivative_is_refused() -> None:
+    x, weight = leaf(1, 5, 3), leaf(3, 4)
+    out = causal_conv1d(x, weight, None, "silu")
+    (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    with pytest.raises(serving_conv.BackendError, match="first derivatives"):
+        gradient.square().sum().backward()
+
+
+def test_more_initial_windows_than_sequences() -> None:
+    x, weight, windows = leaf(1, 2, 3), leaf(3, 4), leaf(3, 3, 3)
+    numbers = torch.tensor([[0, 1]], dtype=torch.int32)
+    causal_conv1d(x, weight, seq_idx=numbers, initial_states=windows).sum().backward()
+    assert windows.grad is not None and bool(windows.grad[:2].any()) and not windows.grad[2].any()
+
+
+def test_final_windows_have_the_same_strides_in_every_type() -> None:
+    for dtype in (torch.float32, torch.float64):
+        _, final = causal_conv1d(leaf(2, 5, 3, dtype=dtype), leaf(3, 4, dtype=dtype), return_final_states=True)
+        assert final.stride() == (9, 1, 3)

@@ -16,7 +16,7 @@ from support.memory import POISONS, Guarded
 from torch import Tensor
 
 from serving_conv.native import host, variant
-from serving_conv.native.backward import BackwardBuffers
+from serving_conv.native.backward import BackwardBuffers, prepare_backward
 from serving_conv.native.config import LaunchConfig, choose_backward
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -275,3 +275,14 @@ def test_planted_bugs_leave_the_bound(mutant: str, monkeypatch: pytest.MonkeyPat
         host._load.cache_clear()
     assert hits, "the source has changed: plant it anew"
     assert max(ratios) > 1, ratios
+
+
+def test_gradients_of_final_windows_may_lie_anywhere() -> None:
+    x, taps, dout = torch.randn(2, 9, 64), torch.randn(64, 4), torch.randn(2, 9, 64)
+    dfinal = torch.randn(2 * 3 * 64 + 1)[1:].view(2, 3, 64)
+    buffers = BackwardBuffers(torch.empty_like(x), None, None, None)
+    launches, _ = prepare_backward(
+        dout, x, taps, None, None, None, dfinal, buffers, activation=None, ordered=True, multiprocessors=4
+    )
+    chosen: Any = launches[0].variant
+    assert chosen.vec == 1

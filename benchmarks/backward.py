@@ -15,7 +15,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -244,13 +244,13 @@ def sweep(row: Row) -> Iterator[LaunchConfig]:
     yield chosen
     for rows in (32, 64, 128, 256, 512, 1024):
         if rows < row.rows:
-            yield replace(chosen, rows=rows)
+            yield chosen._replace(rows=rows)
     for vec, min_blocks in ((4, 2), (4, 3), (4, 4), (2, 4), (2, 6), (2, 8)):
         tiles = -(-row.channels // (chosen.threads * vec))
         runs = max(1, multiprocessors * min_blocks // (tiles * row.batches))
         rows = max(16, 4 * -(-row.rows // (4 * runs)))
         for ahead in (8, 12) if vec == 2 else (8, 12, 16, 20):
-            yield replace(chosen, vec=vec, min_blocks=min_blocks, rows=rows, ahead=ahead)
+            yield chosen._replace(vec=vec, min_blocks=min_blocks, rows=rows, ahead=ahead)
 
 
 def hash_repeats(row: Row, repeats: int) -> str:

@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from serving_conv.backends import choose_backend
 from serving_conv.checks import check, check_values
 from serving_conv.contract import ENTRIES, PREFILL, STEP, UPDATE, Entry, Option, prefill_workspace_size
-from serving_conv.native.plan import Plans, Tensors
+from serving_conv.dispatch import needs_dispatch
+from serving_conv.native.plan import Plans, tensor_names
 from serving_conv.settings import SETTINGS
 from serving_conv.signatures import documented, schema
 
@@ -25,12 +27,17 @@ __all__ = [
     "causal_conv1d_fn",
     "causal_conv1d_step",
     "causal_conv1d_update",
+    "learn_plan",
     "needs_dispatch",
     "register_operator",
 ]
 
 # Library.define + impl costs 4 us a call where the custom_op decorator was measured at 28.
 LIBRARY = torch.library.Library("serving_conv", "DEF")  # type: ignore[no-untyped-call]
+
+# The short paths. Their guards see whether `needs_dispatch`, except for a compiler, which must not trace them.
+_PLANS_OF_PREFILL, _PLANS_OF_UPDATE, _PLANS_OF_STEP = (Plans(entry) for entry in (PREFILL, UPDATE, STEP))
+_PLANS = {PREFILL.name: _PLANS_OF_PREFILL, UPDATE.name: _PLANS_OF_UPDATE, STEP.name: _PLANS_OF_STEP}
 
 
 @documented(PREFILL)
@@ -60,14 +67,12 @@ def causal_conv1d_fn(
     Empty sequences are legal. A sequence whose slot, offsets or count are out of range gets zero output, leaves
     its slot alone and sets a sticky code (`serving_conv.device_fault`).
     """
-    eager = not needs_dispatch(x)
-    tensors = None
-    if eager and isinstance(x, Tensor) and x.is_cuda:
+    if not is_dynamo_compiling() and _PLANS_OF_PREFILL.known:
         tensors = (
-            x,
             weight,
             bias,
             conv_state,
+            x,
             out,
             cu_seqlens,
             cache_indices,
@@ -75,7 +80,7 @@ def causal_conv1d_fn(
             num_accepted_tokens,
             workspace,
         )
-        result = _PLANS[PREFILL.name].run(tensors, activation, pad_slot_id)
+        result = _PLANS_OF_PREFILL.run(tensors, activation, pad_slot_id)
         if result is not None:
             return result
     arguments = {
@@ -92,9 +97,9 @@ def causal_conv1d_fn(
         "workspace": workspace,
         "pad_slot_id": pad_slot_id,
     }
-    if not eager:
+    if needs_dispatch(x):
         return _dispatch(torch.ops.serving_conv.causal_conv1d_fn, arguments)
-    return _run(PREFILL, arguments, tensors)
+    return _run_eager(PREFILL, arguments)
 
 
 @documented(UPDATE)
@@ -123,22 +128,19 @@ def causal_conv1d_update(
     zero output, leaves its slot alone and sets a sticky code (`serving_conv.device_fault`). With more than L-W+2
     tokens in a speculative step every output is right and only what fits is stored.
     """
-    eager = not needs_dispatch(x)
-    tensors = None
-    if eager and isinstance(x, Tensor) and x.is_cuda:
+    if not is_dynamo_compiling() and _PLANS_OF_UPDATE.known:
         tensors = (
-            x,
             weight,
             bias,
             conv_state,
+            x,
             out,
             cu_seqlens,
             state_indices,
             has_initial_state,
             num_accepted_tokens,
-            None,
         )
-        result = _PLANS[UPDATE.name].run(tensors, activation, pad_slot_id)
+        result = _PLANS_OF_UPDATE.run(tensors, activation, pad_slot_id)
         if result is not None:
             return result
     arguments = {
@@ -154,9 +156,9 @@ def causal_conv1d_update(
         "out": out,
         "pad_slot_id": pad_slot_id,
     }
-    if not eager:
+    if needs_dispatch(x):
         return _dispatch(torch.ops.serving_conv.causal_conv1d_update, arguments)
-    return _run(UPDATE, arguments, tensors)
+    return _run_eager(UPDATE, arguments)
 
 
 @documented(STEP)
@@ -190,26 +192,23 @@ def causal_conv1d_step(
     not be a live slot of the call. One with a bad count or slot is not written and leaves a sticky code
     (`serving_conv.device_fault`).
     """
-    eager = not needs_dispatch(x)
-    tensors = None
-    if eager and isinstance(x, Tensor) and x.is_cuda:
+    if not is_dynamo_compiling() and _PLANS_OF_STEP.known:
         tensors = (
-            x,
             weight,
             bias,
             conv_state,
+            x,
             out,
             cu_seqlens,
             cache_indices,
             has_initial_state,
             num_accepted_tokens,
-            None,
             speculative,
             checkpoint_offsets,
             checkpoint_tokens,
             checkpoint_slots,
         )
-        result = _PLANS[STEP.name].run(tensors, activation, pad_slot_id)
+        result = _PLANS_OF_STEP.run(tensors, activation, pad_slot_id)
         if result is not None:
             return result
     arguments = {
@@ -229,19 +228,9 @@ def causal_conv1d_step(
         "out": out,
         "pad_slot_id": pad_slot_id,
     }
-    if not eager:
+    if needs_dispatch(x):
         return _dispatch(torch.ops.serving_conv.causal_conv1d_step, arguments)
-    return _run(STEP, arguments, tensors)
-
-
-def needs_dispatch(x: object) -> bool:
-    """Whether something above the kernels (compiler, fake mode, subclass, profiler mode) must see the call."""
-    if torch.compiler.is_compiling():
-        return True
-    # Anything that is not a tensor goes to the checks, whose message is better than the dispatcher's.
-    return isinstance(x, Tensor) and (
-        type(x) not in (Tensor, torch.nn.Parameter) or x.is_meta or torch._C._len_torch_dispatch_stack() > 0
-    )
+    return _run_eager(STEP, arguments)
 
 
 def _dispatch(op: Any, arguments: dict[str, Any]) -> Tensor:
@@ -255,10 +244,22 @@ def _dispatch(op: Any, arguments: dict[str, Any]) -> Tensor:
     return result
 
 
-_PLANS = {entry.name: Plans(entry) for entry in ENTRIES}  # the short paths
+def learn_plan(
+    plans: Plans, tensors: tuple[Tensor | None, ...], activation: object, pad_slot_id: object, arguments: dict[str, Any]
+) -> None:
+    """Keep a plan of a call that was made, if the backend has such; arguments as of `Plans.add`."""
+    if not SETTINGS.debug and choose_backend(arguments["x"].device).name == "cuda":
+        plans.add(tensors, activation, pad_slot_id, arguments)
 
 
-def _run(entry: Entry, arguments: dict[str, Any], tensors: Tensors | None = None) -> Tensor:
+def _run_eager(entry: Entry, arguments: dict[str, Any]) -> Tensor:
+    tensors = tuple([arguments[name] for name in tensor_names(entry)])
+    out = _run(entry, arguments)
+    learn_plan(_PLANS[entry.name], tensors, arguments["activation"], arguments["pad_slot_id"], arguments)
+    return out
+
+
+def _run(entry: Entry, arguments: dict[str, Any]) -> Tensor:
     """The body of both overloads: check everything, then allocate, then compute."""
     sizes = check(entry, arguments)
     if SETTINGS.debug:
@@ -276,8 +277,6 @@ def _run(entry: Entry, arguments: dict[str, Any], tensors: Tensors | None = None
         if arguments["workspace"] is None and scratch:
             arguments["workspace"] = x.new_empty(scratch, dtype=torch.int32)
         backend.prefill(**arguments)
-    if tensors is not None and backend.name == "cuda" and not SETTINGS.debug:
-        _PLANS[entry.name].add(tensors, arguments["activation"], arguments["pad_slot_id"], arguments)
     out: Tensor = arguments["out"]
     return out
 

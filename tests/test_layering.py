@@ -19,7 +19,7 @@ PACKAGE = ROOT / "serving_conv"
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("settings", "contract"),
-    ("signatures", "checks", "faults", "engine_report"),
+    ("signatures", "checks", "faults", "engine_report", "dispatch"),
     ("reference", "native"),
     ("portable",),
     ("backends",),

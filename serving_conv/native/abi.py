@@ -12,46 +12,49 @@ __all__ = [
     "BACKWARD_PACKER",
     "FIELDS",
     "PACKER",
-    "POINTERS",
+    "STEP_SIZES",
+    "TENSORS",
     "backward_parameters_header",
     "parameters_header",
 ]
 
-# (C type, name, meaning); eight-byte fields first, so that nothing is padded.
+# (C type, name, meaning); eight-byte fields first, so that nothing is padded. The tensors come first, those of a layer
+# before those of a step; then what alike calls share; the sizes of the step are last.
 FIELDS: tuple[tuple[str, str, str], ...] = (
-    ("const void *", "x", "[rows, channels]"),
     ("const void *", "weight", "[channels, WIDTH]"),
     ("const void *", "bias", "[channels], if HAS_BIAS"),
     ("void *", "conv_state", "[slot_count, channels, positions]"),
+    ("const void *", "x", "[rows, channels]"),
     ("void *", "out", "[rows, channels]"),
     ("const int *", "cu_seqlens", "[sequences + 1], or null: one row a sequence"),
     ("const int *", "slots", "[sequences]"),
     ("const unsigned char *", "has_initial_state", "[sequences], or null"),
     ("const int *", "num_accepted_tokens", "[sequences], or null"),
-    ("int *", "fault_flag", "[1], sticky"),
     ("const unsigned char *", "speculative", "[sequences], if SPECULATIVE: the tokens are drafts"),
     ("const int *", "checkpoint_offsets", "[sequences + 1], if CHECKPOINTS"),
     ("const int *", "checkpoint_tokens", "[checkpoints]"),
     ("const int *", "checkpoint_slots", "[checkpoints]"),
+    ("int *", "fault_flag", "[1], sticky"),
     ("i64", "x_row_stride", "elements"),
     ("i64", "out_row_stride", "elements"),
     ("i64", "slot_stride", "elements"),
     ("i64", "channel_stride", "elements, in a slot"),
     ("i64", "position_stride", "elements, in a slot"),
     ("i64", "slots_stride", "elements of slots"),
-    ("int", "rows", ""),
     ("int", "channels", ""),
-    ("int", "sequences", ""),
     ("int", "slot_count", ""),
     ("int", "positions", "in a slot"),
     ("int", "pad_slot_id", ""),
+    ("int", "rows", ""),
+    ("int", "sequences", ""),
     ("int", "checkpoints", ""),
     ("int", "unused", "the size is a multiple of eight bytes"),
 )
 
 _CODES = {"i64": "q", "int": "i"}
 PACKER = struct.Struct("<" + "".join(_CODES.get(kind, "Q") for kind, _, _ in FIELDS))
-POINTERS = struct.Struct("<" + "Q" * sum(kind.endswith("*") for kind, _, _ in FIELDS))  # they come first
+TENSORS = struct.Struct("<" + "Q" * (sum(kind.endswith("*") for kind, _, _ in FIELDS) - 1))  # all but the fault flag
+STEP_SIZES = struct.Struct("<4i")  # rows, sequences, checkpoints and what pads the block
 
 # What the backward's kernels take besides the block above, which describes the forward call: there `conv_state` is
 # the sequences' initial windows (null: zeros) and a sequence's slot is its number.

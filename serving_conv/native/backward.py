@@ -134,24 +134,25 @@ def prepare_backward(
 
     def pack(run_count: int) -> bytes:
         return BACKWARD_PACKER.pack(
-            x.data_ptr(),
             weight.data_ptr(),
             address(bias),
             address(initial),
+            x.data_ptr(),
             0,  # out
             address(cu_seqlens),
-            *(0, 0, 0, 0),  # slots, flags, counts, fault flag
+            *(0, 0, 0),  # slots, flags and counts
             *(0, 0, 0, 0),  # drafts and checkpoints of a step
+            0,  # fault flag
             x.stride(1),
             0,
             *((0, 0, 0) if initial is None else initial.stride()),
             0,
-            batches * rows,
             channels,
-            batches if cu_seqlens is None else cu_seqlens.shape[0] - 1,
             0 if initial is None else initial.shape[0],
             width - 1,
             -1,
+            batches * rows,
+            batches if cu_seqlens is None else cu_seqlens.shape[0] - 1,
             *(0, 0),
             dout.data_ptr(),
             address(buffers.dx),

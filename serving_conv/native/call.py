@@ -15,6 +15,8 @@ from serving_conv.native.config import LaunchConfig, choose_prefill, choose_upda
 from serving_conv.native.variant import CHANNELS_CONTIGUOUS, POSITIONS_DENSE, STRIDED, Variant
 
 __all__ = [
+    "Chooser",
+    "ForwardLaunch",
     "Launch",
     "Run",
     "Traits",
@@ -40,6 +42,13 @@ class Launch:
     variant: Variant
     parameters: bytes
     grid: tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardLaunch(Launch):
+    """A launch of the convolution, with what chooses it for other sizes."""
+
+    chooser: Chooser
 
 
 def dtype_name(tensor: Tensor) -> str:
@@ -132,30 +141,30 @@ def _pack(
     checkpoint_slots: Tensor | None = None,
 ) -> bytes:
     return PACKER.pack(
-        x.data_ptr(),
         weight.data_ptr(),
         address(bias),
         conv_state.data_ptr(),
+        x.data_ptr(),
         out.data_ptr(),
         address(cu_seqlens),
         slots.data_ptr(),
         address(has_initial_state),
         address(num_accepted_tokens),
-        fault_flag.data_ptr(),
         address(speculative),
         address(checkpoint_offsets),
         address(checkpoint_tokens),
         address(checkpoint_slots),
+        fault_flag.data_ptr(),
         x.stride(0),
         out.stride(0),
         *conv_state.stride(),
         slots.stride(0),
-        x.shape[0],
         x.shape[1],
-        slots.shape[0],
         conv_state.shape[0],
         conv_state.shape[2],
         pad_slot_id,
+        x.shape[0],
+        slots.shape[0],
         0 if checkpoint_tokens is None else checkpoint_tokens.shape[0],
         0,
     )
@@ -246,6 +255,93 @@ def variant_of(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Chooser:
+    """Chooses the launch of calls that differ in sizes and addresses alone, every address allowing the widest words.
+
+    Attributes:
+        kernel: conv_prefill, which serves steps too, or conv_update.
+        traits: of the calls.
+        channels: of a row.
+        x_bytes: of an element of x.
+        most_vec: most channels a thread may own, as far as strides and addresses decide.
+        packed: offsets are given (update).
+        drafts: sequences may be marked as drafts.
+        multiprocessors: of the device; only the prefill kernel's launch depends on the device.
+        capability: of the device, as 90.
+    """
+
+    kernel: str
+    traits: Traits
+    channels: int
+    x_bytes: int
+    most_vec: int
+    packed: bool = False
+    drafts: bool = False
+    multiprocessors: int = 0
+    capability: int = 80
+
+    def config(self, rows: int, sequences: int) -> LaunchConfig:
+        """The launch choice for these sizes."""
+        simple_state = self.traits.layout == CHANNELS_CONTIGUOUS
+        if self.kernel == "conv_update":
+            return choose_update(
+                sequences=sequences,
+                channels=self.channels,
+                width=self.traits.width,
+                x_bytes=self.x_bytes,
+                packed=self.packed,
+                simple_state=simple_state,
+            )
+        return choose_prefill(
+            rows=rows,
+            channels=self.channels,
+            width=self.traits.width,
+            x_bytes=self.x_bytes,
+            simple_state=simple_state,
+            multiprocessors=self.multiprocessors,
+            capability=self.capability,
+        )
+
+    def variant(self, config: LaunchConfig, *, checkpoints: bool) -> Variant:
+        """The variant that a launch choice runs."""
+        vec = min(config.vec, self.most_vec)
+        return variant_of(
+            *(self.kernel, self.traits, config, vec), packed=self.packed, drafts=self.drafts, checkpoints=checkpoints
+        )
+
+    def grid(self, config: LaunchConfig, rows: int, sequences: int, checkpoints: int) -> tuple[int, int, int]:
+        """Blocks of a launch choice."""
+        tiles = -(-self.channels // (config.threads * min(config.vec, self.most_vec)))
+        if self.kernel == "conv_update":
+            groups = sequences if self.packed else -(-sequences // config.sequences)
+            return (groups, *split(tiles))
+        # A block for each checkpoint behind those of the rows.
+        return (tiles, *split(-(-rows // config.rows) + checkpoints))
+
+
+def _chooser(
+    kernel: str,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_state: Tensor,
+    activation: str | None,
+    num_accepted_tokens: Tensor | None,
+    out: Tensor,
+    *,
+    packed: bool = False,
+    drafts: bool = False,
+    multiprocessors: int = 0,
+    capability: int = 80,
+) -> Chooser:
+    traits = _traits(x, weight, bias, conv_state, activation, num_accepted_tokens)
+    most_vec = aligned_vec(16 // x.element_size(), x.shape[1], _runs(x, weight, bias, conv_state, out, traits.layout))
+    return Chooser(
+        *(kernel, traits, x.shape[1], x.element_size(), most_vec, packed, drafts, multiprocessors, capability)
+    )
+
+
 def prepare_prefill(
     x: Tensor,
     weight: Tensor,
@@ -266,26 +362,19 @@ def prepare_prefill(
     fault_flag: Tensor,
     multiprocessors: int,
     capability: int = 80,
-) -> Launch | None:
+) -> ForwardLaunch | None:
     """The launch of `causal_conv1d_step`, and of `causal_conv1d_fn`; None if there is nothing to compute."""
-    rows, channels = x.shape
+    (rows, channels), sequences = x.shape, cache_indices.shape[0]
     if rows == 0 or channels == 0:
         return None
-    traits = _traits(x, weight, bias, conv_state, activation, num_accepted_tokens)
-    config = choose_prefill(
-        rows=rows,
-        channels=channels,
-        width=traits.width,
-        x_bytes=x.element_size(),
-        simple_state=traits.layout == CHANNELS_CONTIGUOUS,
+    chooser = _chooser(
+        "conv_prefill",
+        *(x, weight, bias, conv_state, activation, num_accepted_tokens, out),
+        drafts=speculative is not None,
         multiprocessors=multiprocessors,
         capability=capability,
     )
-    vec = aligned_vec(config.vec, channels, _runs(x, weight, bias, conv_state, out, traits.layout))
     checkpoints = 0 if checkpoint_tokens is None else checkpoint_tokens.shape[0]
-    variant = variant_of(
-        "conv_prefill", traits, config, vec, drafts=speculative is not None, checkpoints=checkpoints > 0
-    )
     parameters = _pack(
         x,
         weight,
@@ -303,9 +392,7 @@ def prepare_prefill(
         checkpoint_tokens,
         checkpoint_slots,
     )
-    # A block for each checkpoint behind those of the rows.
-    blocks = -(-rows // config.rows) + checkpoints
-    return Launch(variant, parameters, (-(-channels // (config.threads * vec)), *split(blocks)))
+    return _launch(chooser, parameters, rows, sequences, checkpoints)
 
 
 def prepare_update(
@@ -322,23 +409,13 @@ def prepare_update(
     pad_slot_id: int,
     *,
     fault_flag: Tensor,
-) -> Launch | None:
+) -> ForwardLaunch | None:
     """The launch of `causal_conv1d_update`, or None if there is nothing to compute."""
-    channels, sequences = x.shape[1], state_indices.shape[0]
-    if x.shape[0] == 0 or channels == 0:
+    (rows, channels), sequences = x.shape, state_indices.shape[0]
+    if rows == 0 or channels == 0:
         return None
     packed = cu_seqlens is not None
-    traits = _traits(x, weight, bias, conv_state, activation, num_accepted_tokens)
-    config = choose_update(
-        sequences=sequences,
-        channels=channels,
-        width=traits.width,
-        x_bytes=x.element_size(),
-        packed=packed,
-        simple_state=traits.layout == CHANNELS_CONTIGUOUS,
-    )
-    vec = aligned_vec(config.vec, channels, _runs(x, weight, bias, conv_state, out, traits.layout))
-    variant = variant_of("conv_update", traits, config, vec, packed=packed)
+    chooser = _chooser("conv_update", x, weight, bias, conv_state, activation, num_accepted_tokens, out, packed=packed)
     parameters = _pack(
         x,
         weight,
@@ -352,6 +429,10 @@ def prepare_update(
         fault_flag,
         pad_slot_id,
     )
-    tiles = -(-channels // (config.threads * vec))
-    groups = sequences if packed else -(-sequences // config.sequences)
-    return Launch(variant, parameters, (groups, *split(tiles)))
+    return _launch(chooser, parameters, rows, sequences, 0)
+
+
+def _launch(chooser: Chooser, parameters: bytes, rows: int, sequences: int, checkpoints: int) -> ForwardLaunch:
+    config = chooser.config(rows, sequences)
+    variant = chooser.variant(config, checkpoints=checkpoints > 0)
+    return ForwardLaunch(variant, parameters, chooser.grid(config, rows, sequences, checkpoints), chooser)

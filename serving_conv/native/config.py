@@ -5,13 +5,12 @@ Measured on one H200 (torch 2.11, CUDA 13.0), bf16, W = 4, C = 8192, in microsec
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 __all__ = ["LaunchConfig", "choose_backward", "choose_prefill", "choose_update"]
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchConfig:
+class LaunchConfig(NamedTuple):
     """What a launch choice fixes; fields as in `Variant`.
 
     Attributes:

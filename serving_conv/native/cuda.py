@@ -8,17 +8,18 @@ dependent launch where the device has it (sm_90 and up), unless `SERVING_CONV_DE
 from __future__ import annotations
 
 import ctypes
-import threading
+import struct
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from serving_conv.errors import BackendError, CaptureError
 from serving_conv.faults import fault_flag
+from serving_conv.native.abi import PACKER, TENSORS
 from serving_conv.native.backward import prepare_backward
-from serving_conv.native.call import Launch, prepare_prefill, prepare_update
+from serving_conv.native.call import ForwardLaunch, Launch, prepare_prefill, prepare_update
 from serving_conv.native.variant import AnyVariant, source
 from serving_conv.settings import SETTINGS
 
@@ -26,6 +27,7 @@ __all__ = [
     "PARAMETER_BYTES",
     "CudaBackend",
     "Kernel",
+    "StepLaunch",
     "check_status",
     "compile_variant",
     "load_variant",
@@ -63,7 +65,7 @@ class CudaBackend:
         _run(prepare_update(x, **arguments, fault_flag=fault_flag(x.device)), x.device)
 
 
-def prefill_launch(x: Tensor, arguments: dict[str, Any]) -> Launch | None:
+def prefill_launch(x: Tensor, arguments: dict[str, Any]) -> ForwardLaunch | None:
     """The launch of a checked `causal_conv1d_fn` or `causal_conv1d_step`; `arguments`: all others but a workspace."""
     device = x.device
     multiprocessors, capability = _traits_of_device(device.index)
@@ -120,7 +122,7 @@ def compile_variant(variant: AnyVariant, architecture: str) -> Any:
 
 
 class Kernel:
-    """One loaded kernel, ready to go; shared by threads, hence the lock."""
+    """One loaded kernel, ready to go; shared by threads."""
 
     def __init__(self, variant: AnyVariant, device_index: int) -> None:
         from cuda.bindings import driver
@@ -131,35 +133,104 @@ class Kernel:
         self._kernel = self._object.get_kernel(variant.kernel)
         self._function = check_status(driver.cuKernelGetFunction(driver.CUkernel(int(self._kernel.handle))))
         self._call = driver.cuLaunchKernelEx
-        self._config = driver.CUlaunchConfig()
-        self._config.blockDimX, self._config.blockDimY, self._config.blockDimZ = variant.threads, 1, 1
-        if major >= 9 and SETTINGS.dependent_launch:
+        self._driver, self._threads = driver, variant.threads
+        self._dependent = major >= 9 and SETTINGS.dependent_launch
+        self._free: list[_Frame] = []
+
+    def _frame(self) -> _Frame:
+        """One that nobody uses; taking it is atomic, and cheaper than a lock around a shared one."""
+        try:
+            return self._free.pop()
+        except IndexError:
+            return _Frame(self._config())
+
+    def _config(self) -> Any:
+        driver = self._driver
+        config = driver.CUlaunchConfig()
+        config.blockDimX, config.blockDimY, config.blockDimZ = self._threads, 1, 1
+        if self._dependent:
             attribute = driver.CUlaunchAttribute()
             attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             value = driver.CUlaunchAttributeValue()
             value.programmaticStreamSerializationAllowed = 1
             attribute.value = value
-            self._config.attrs = [attribute]
-            self._config.numAttrs = 1
-        self._grid: tuple[int, int, int] | None = None
-        self._stream: int | None = None
-        self._parameters = ctypes.create_string_buffer(PARAMETER_BYTES)
-        self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self._parameters))
-        self._arguments_address = ctypes.addressof(self._arguments)
-        self._lock = threading.Lock()
+            config.attrs = [attribute]
+            config.numAttrs = 1
+        return config
 
     def launch(self, parameters: bytes | ctypes.Array[ctypes.c_char], grid: tuple[int, int, int], stream: int) -> None:
         """Launch on a raw stream handle of the current device."""
-        config = self._config
-        with self._lock:
-            ctypes.memmove(self._parameters, parameters, len(parameters))
-            if grid is not self._grid:  # the one that is kept cannot be freed, so none other has its identity
-                config.gridDimX, config.gridDimY, config.gridDimZ = self._grid = grid
-            if stream != self._stream:
-                config.hStream = self._stream = stream
-            status = self._call(config, self._function, self._arguments_address, 0)
+        frame = self._frame()
+        frame.step = None
+        frame.block[: len(parameters)] = parameters
+        frame.config.gridDimX, frame.config.gridDimY, frame.config.gridDimZ = grid
+        self._launch(frame, stream)
+
+    def launch_step(self, step: StepLaunch, tensors: struct.Struct, addresses: list[int], stream: int) -> None:
+        """Launch with these tensors, which stand first in the block; all else is as in the step.
+
+        Args:
+            step: of this kernel.
+            tensors: packs the addresses, and skips the absent ones.
+            addresses: of the tensors that are given.
+            stream: raw handle, of the current device.
+        """
+        frame = self._frame()
+        tensors.pack_into(frame.block, 0, *addresses)
+        if step is not frame.step:  # the one that is kept cannot be freed, so none other has its identity
+            frame.step = step
+            frame.block[TENSORS.size : PACKER.size] = step.rest
+            frame.config.gridDimX, frame.config.gridDimY, frame.config.gridDimZ = step.grid
+        self._launch(frame, stream)
+
+    def _launch(self, frame: _Frame, stream: int) -> None:
+        config = frame.config
+        if stream != frame.stream:
+            config.hStream = frame.stream = stream
+        status = self._call(config, self._function, frame.arguments, 0)
+        self._free.append(frame)  # one whose launch raised is dropped
         if status[0]:
             check_status(status)
+
+
+class _Frame:
+    """What one launch needs at a time: a block of parameters at a fixed address, and a configuration.
+
+    Attributes:
+        block: the parameters.
+        arguments: address of the array of pointers to parameters, of one element.
+        config: the driver's.
+        step: whose sizes stand in both, if any does.
+        stream: that stands in the configuration.
+    """
+
+    __slots__ = ("_kept", "arguments", "block", "config", "step", "stream")
+
+    def __init__(self, config: Any) -> None:
+        self.block = bytearray(PARAMETER_BYTES)
+        pinned = (ctypes.c_char * PARAMETER_BYTES).from_buffer(self.block)
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(pinned))
+        self._kept = pinned, pointers
+        self.arguments = ctypes.addressof(pointers)
+        self.config = config
+        self.step: StepLaunch | None = None
+        self.stream: int | None = None
+
+
+class StepLaunch(NamedTuple):
+    """What a step's calls with the same sizes have in common.
+
+    Attributes:
+        kernel: that they run.
+        grid: blocks.
+        rest: the block of parameters behind the tensors' addresses.
+        extents: bytes from the first element to the end of the last, of each tensor that is given.
+    """
+
+    kernel: Kernel
+    grid: tuple[int, int, int]
+    rest: bytes
+    extents: tuple[int, ...]
 
 
 def check_status(result: tuple[Any, ...]) -> Any:

@@ -2,115 +2,169 @@
 
 Calls are alike if they differ only in addresses and in how many rows, sequences and checkpoints they have. All layers
 of a model make calls that are alike, step after step, so the last few plans are tried first, by one compiled
-comparison of all tensors (torch's own guards, as its compiler uses them for such sizes); behind them stands a table.
-What follows from the sizes is made once for each combination of them, by the functions that the full path uses too.
-What follows from addresses (alignment, overlap) is looked at in every call.
+comparison of all tensors (torch's own guards, as its compiler uses them for such sizes; they also see whether a
+dispatch mode is on); behind them stands a table. What follows from the sizes is made once for each combination of
+them. What follows from addresses (alignment, overlap) is looked at in every call.
+
+Between two calls an engine runs so much else that nothing of this module is in the processor's caches any more. What
+counts then is how many functions and how much memory a call touches, hence the few long functions here.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from serving_conv.checks import check_sizes
-from serving_conv.contract import STEP, UPDATE, Entry
-from serving_conv.errors import ContractError
+from serving_conv.contract import INT32_LIMIT, PREFILL, STEP, UPDATE, Entry, prefill_workspace_size
+from serving_conv.dispatch import needs_dispatch
 from serving_conv.faults import fault_flag
-from serving_conv.native.abi import POINTERS
-from serving_conv.native.call import prepare_update
-from serving_conv.native.cuda import Kernel, load_variant, prefill_launch
+from serving_conv.native.abi import STEP_SIZES, TENSORS
+from serving_conv.native.call import ForwardLaunch, prepare_update
+from serving_conv.native.config import LaunchConfig
+from serving_conv.native.cuda import Kernel, StepLaunch, load_variant, prefill_launch
 
 try:  # not a public name of torch: without it the table alone serves
     from torch._C._dynamo.guards import TensorGuards
 except ImportError:  # pragma: no cover
     TensorGuards = None  # type: ignore[assignment, misc]
 
-__all__ = ["Plan", "Plans"]
+__all__ = ["OPERATOR", "Form", "Plan", "Plans", "tensor_names"]
 
 Tensors = tuple[Tensor | None, ...]
-"""x, weight, bias, conv_state, out, cu_seqlens, slots, has_initial_state, num_accepted_tokens, workspace; and of a step
-speculative, checkpoint_offsets, checkpoint_tokens, checkpoint_slots."""
+"""As `tensor_names` has them."""
 
-_X, _STATE, _OUT, _WORKSPACE = 0, 3, 4, 9
-_FIXED = (1, 2, 3)  # weight, bias and pool: their sizes belong to the layer; the first axis of all others varies
+_BIAS, _STATE, _X, _OUT = 1, 2, 3, 4
+_FIXED = 3  # weight, bias and pool: their sizes belong to the layer; one axis of all others varies
 _MOST_RECENT, _MOST_PLANS, _MOST_SIZES = 8, 4096, 4096
 
 
-class _Nothing(Tensor):
-    """Stands for an absent argument where guards want a tensor; of a type that no caller passes."""
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a caller's tensors may differ from the operator's.
 
-
-def _nothing(size: int) -> Tensor:
-    return torch.empty(size).as_subclass(_Nothing)
-
-
-# Guards refuse one tensor twice, so each argument has its own.
-_ABSENT = tuple(_nothing(0) for _ in range(14))
-_IN_PLACE = _nothing(1)  # `out` is `x`
-
-
-def _guarded(tensors: Tensors) -> list[Tensor | None]:
-    x, weight, bias, conv_state, out, cu_seqlens, slots, flags, counts, workspace, *of_step = tensors
-    guarded = [
-        x,
-        weight,
-        _ABSENT[2] if bias is None else bias,
-        conv_state,
-        _ABSENT[4] if out is None else _IN_PLACE if out is x else out,
-        _ABSENT[5] if cu_seqlens is None else cu_seqlens,
-        slots,
-        _ABSENT[7] if flags is None else flags,
-        _ABSENT[8] if counts is None else counts,
-        _ABSENT[9] if workspace is None else workspace,
-    ]
-    for place, tensor in enumerate(of_step, 10):
-        guarded.append(_ABSENT[place] if tensor is None else tensor)
-    return guarded
-
-
-def _signature(tensors: Tensors, activation: str | None, pad_slot_id: int) -> tuple[Any, ...] | None:
-    """All that the checks and the launch depend on, but for addresses and sizes; None if something is of a wrong kind.
-
-    Strides do not say whether `out` is `x`: that is left to the addresses.
+    Attributes:
+        transposed: x, out and the result are `[channels, rows]`.
+        longer: offsets, slots, flags and counts may be longer than the call, of whose sequences the offsets of a
+            prefill, the slots of a packed update or the rows of another decide. A weight may be `[channels, 1,
+            taps]`, and slots the first column of a table.
     """
+
+    transposed: bool = False
+    longer: bool = False
+
+
+OPERATOR = Form()
+
+
+def tensor_names(entry: Entry) -> tuple[str, ...]:
+    """The tensors of an entry in the order of its plans: that of the kernel's parameters, a workspace last."""
+    slots = "state_indices" if entry is UPDATE else "cache_indices"
+    names = (
+        "weight",
+        "bias",
+        "conv_state",
+        "x",
+        "out",
+        "cu_seqlens",
+        slots,
+        "has_initial_state",
+        "num_accepted_tokens",
+    )
+    if entry is STEP:
+        return (*names, "speculative", "checkpoint_offsets", "checkpoint_tokens", "checkpoint_slots")
+    return (*names, "workspace") if entry is PREFILL else names
+
+
+def _signature(form: Form, tensors: Tensors, activation: object, pad_slot_id: object) -> tuple[Any, ...] | None:
+    """All that the checks and the launch depend on, but for addresses and sizes; None if it is no key."""
     if type(pad_slot_id) is not int or not (activation is None or type(activation) is str):
         return None  # 1, 1.0 and True are equal as keys, and not every object is a key
     try:
         return (
             activation,
             pad_slot_id,
+            tensors[_OUT] is tensors[_X],
             *[
                 None
-                if t is None
-                else (t.shape if place in _FIXED else t.shape[1:], t.stride(), t.dtype, t.get_device())
-                for place, t in enumerate(tensors)
+                if tensor is None
+                else (_fixed_sizes(form, place, tensor), tensor.stride(), tensor.dtype, tensor.get_device())
+                for place, tensor in enumerate(tensors)
             ],
         )
     except AttributeError:
         return None  # the full checks have the better message
 
 
+def _varying_axis(form: Form, place: int) -> int:
+    """The axis of a tensor, of those that are not fixed, whose size varies from step to step."""
+    return 1 if form.transposed and place in (_X, _OUT) else 0
+
+
+def _fixed_sizes(form: Form, place: int, tensor: Tensor) -> tuple[int | None, ...]:
+    """A tensor's shape, with None where sizes vary."""
+    shape: list[int | None] = list(tensor.shape)
+    if place >= _FIXED:
+        shape[_varying_axis(form, place)] = None
+    return tuple(shape)
+
+
 @dataclass(frozen=True, slots=True)
-class _Sized:
-    """What a plan needs for one combination of sizes.
+class _Rule:
+    """What the size of a tensor must be.
 
     Attributes:
-        kernel: of the variant that these sizes choose.
-        grid: blocks.
-        rest: of the parameters, behind the pointers.
-        extents: bytes from the first element to the end of the last, of each tensor that is given.
+        elements: of one row, sequence or checkpoint.
+        of: what it must have as many of: place in (rows, sequences, checkpoints, elements of a workspace).
+        more: and so many more.
+        longer: it may have more still.
+        step: bytes from one to the next.
+        last: bytes of one, from its first element to the end of its last.
     """
 
-    kernel: Kernel
-    grid: tuple[int, int, int]
-    rest: bytes
-    extents: tuple[int, ...]
+    elements: int
+    of: int
+    more: int
+    longer: bool
+    step: int
+    last: int
+
+
+_ROWS, _SEQUENCES, _CHECKPOINTS, _WORKSPACE = range(4)
+_RULES: dict[str, tuple[int, int]] = {
+    "x": (_ROWS, 0),
+    "out": (_ROWS, 0),
+    "cu_seqlens": (_SEQUENCES, 1),
+    "checkpoint_offsets": (_SEQUENCES, 1),
+    "checkpoint_tokens": (_CHECKPOINTS, 0),
+    "checkpoint_slots": (_CHECKPOINTS, 0),
+    "workspace": (_WORKSPACE, 0),
+}
+
+
+def _rule(form: Form, place: int, name: str, tensor: Tensor, *, packed: bool) -> _Rule:
+    of, more = _RULES.get(name, (_SEQUENCES, 0))
+    if of == _ROWS and not packed:
+        of = _SEQUENCES
+    axis = _varying_axis(form, place)
+    others = [
+        (n, stride) for at, (n, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)) if at != axis
+    ]
+    elements, last = 1, 1
+    for size, stride in others:
+        elements, last = elements * size, last + (size - 1) * stride
+    return _Rule(
+        elements=elements,
+        of=of,
+        more=more,
+        longer=of == _WORKSPACE or (form.longer and place not in (_X, _OUT)),
+        step=tensor.stride(axis) * tensor.element_size(),
+        last=last * tensor.element_size(),
+    )
 
 
 class Plan:
@@ -118,202 +172,209 @@ class Plan:
 
     Args:
         entry: that was called.
+        form: of the caller's tensors.
         tensors: as the caller gave them; what is None here is None in the calls that are alike.
-        arguments: the same by name, with the options, and with what the call allocated.
+        arguments: the operator's, by name, complete with the result.
+        launch: what the full path makes of them.
 
     Raises:
         CaptureError: its kernel is not loaded and the current stream is capturing.
         BackendError: its kernel cannot be compiled.
     """
 
-    def __init__(self, entry: Entry, tensors: Tensors, arguments: dict[str, Any]) -> None:
+    __slots__ = (
+        "_allocates",
+        "_chooser",
+        "_constant",
+        "_device_index",
+        "_empty_as",
+        "_extents",
+        "_fixed",
+        "_has_workspace",
+        "_in_place",
+        "_kernels",
+        "_may_be_x",
+        "_pack",
+        "_private_out",
+        "_rules",
+        "_sequences_from",
+        "_steps",
+    )
+
+    def __init__(
+        self, entry: Entry, form: Form, tensors: Tensors, arguments: dict[str, Any], launch: ForwardLaunch
+    ) -> None:
         x, out = arguments["x"], arguments["out"]
-        self._entry = entry
-        self._names = _names(entry)
-        self._options = {name: arguments[name] for name in ("activation", "pad_slot_id")}
+        self._chooser = launch.chooser
+        self._constant = launch.parameters[TENSORS.size : -STEP_SIZES.size]
+        self._kernels: dict[tuple[LaunchConfig, bool], Kernel] = {}
         self._device_index: int = x.device.index
-        self._private_out = entry is not UPDATE and tensors[_OUT] is not None
-        self._in_place = entry is UPDATE and out.stride() == x.stride()
-        tensors = (*tensors[:_OUT], out, *tensors[_OUT + 1 :])
+        self._empty_as = torch.preserve_format if form.transposed else torch.contiguous_format
+        self._allocates, self._in_place = tensors[_OUT] is None, tensors[_OUT] is tensors[_X]
+        self._private_out = entry is not UPDATE and not self._allocates
+        self._may_be_x = entry is UPDATE and not self._in_place and out.stride() == x.stride()
+
+        names = tensor_names(entry)
         given = [place for place, tensor in enumerate(tensors) if tensor is not None]
-        self._given: Callable[[Tensors], tuple[Tensor, ...]] = itemgetter(*given)
-        self._varying: Callable[[Tensors], tuple[Tensor, ...]] = itemgetter(
-            *[place for place in given if place not in _FIXED]
-        )
-        self._state, self._out = given.index(_STATE), given.index(_OUT)
-        self._words = slice(sum(place <= _OUT for place in given))  # those that are read or written in words
-        # The kernel's pointers are in the order of the tensors, with the fault flag instead of the workspace.
-        self._flag = [fault_flag(x.device).data_ptr()]
-        self._flag_place = slice(*(sum(place < end for place in given) for end in (_WORKSPACE, _WORKSPACE + 1)))
-        self._pack = struct.Struct(
-            "<" + "".join("Q" if place in (*given, _WORKSPACE) else "8x" for place in range(len(POINTERS.format) - 1))
-        ).pack
-        self._sized: dict[tuple[int, ...], _Sized] = {}
-        self._size(tensors)
+        if self._in_place:
+            given.remove(_OUT)
+        self._fixed = sum(place < _FIXED for place in given)  # so many come first
+        varying = given[self._fixed :]
+        packed = arguments["cu_seqlens"] is not None
+        rules = {p: _rule(form, p, names[p], tensors[p], packed=packed) for p in varying}  # type: ignore[arg-type]
+        self._rules = tuple(rules.values())
+        name = names[6] if not form.longer or (packed and entry is UPDATE) else "cu_seqlens" if packed else "x"
+        self._sequences_from = varying.index(names.index(name))
+        # Of each tensor given, its bytes, or the rule that they follow.
+        self._extents = tuple([rules.get(place) or _extent(tensors[place]) for place in given])  # type: ignore[arg-type]
+
+        self._has_workspace = names[given[-1]] == "workspace"
+        passed = {_OUT, *given[: -1 if self._has_workspace else None]}
+        places = range(TENSORS.size // 8)
+        self._pack = struct.Struct("<" + "".join("Q" if place in passed else "8x" for place in places))
+        self._steps: dict[tuple[int, ...], StepLaunch] = {}
+        self._step(tuple([tensors[place].numel() for place in varying]))  # type: ignore[union-attr]
 
     @staticmethod
     def possible(arguments: dict[str, Any]) -> bool:
-        """Whether a call may become a plan: something to compute, a pool, and addresses that allow the widest words."""
-        return arguments["x"].numel() > 0 < arguments["conv_state"].numel() and all(
-            arguments[name] is None or arguments[name].data_ptr() % 16 == 0
-            for name in ("x", "weight", "bias", "conv_state", "out")
+        """Whether a call may become a plan: something to compute, a pool, and addresses that allow the widest words.
+
+        Its strides must be such that more rows and sequences could have them too.
+        """
+        x = arguments["x"]
+        return (
+            x.numel() > 0 < arguments["conv_state"].numel()
+            and all(rows.stride(0) >= rows.shape[1] for rows in (x, arguments["out"]))
+            and all(
+                tensor is None or tensor.data_ptr() % 16 == 0
+                for tensor in (arguments[name] for name in ("x", "weight", "bias", "conv_state", "out"))
+            )
+            and all(
+                tensor.stride(0) == 1
+                for name, tensor in arguments.items()
+                if isinstance(tensor, Tensor) and tensor.ndim == 1 and name not in ("state_indices", "cache_indices")
+            )
         )
 
-    def run(self, tensors: Tensors) -> Tensor | None:
+    def run(self, given: list[Tensor]) -> Tensor | None:
         """Make the call; None, and nothing launched, if it needs the full checks.
+
+        Args:
+            given: the tensors that are not absent, in order; without `out` if that is `x`.
 
         Raises:
             CaptureError: sizes choose a kernel that is not loaded, and the current stream is capturing.
             BackendError: they choose one that cannot be compiled.
         """
-        x: Any = tensors[_X]
-        if self._device_index != torch._C._cuda_getDevice() or x.numel() == 0:
+        device, fixed = self._device_index, self._fixed
+        if device != torch._C._cuda_getDevice():
             return None
-        out = tensors[_OUT]
-        if out is None:
-            out = torch.empty_like(x, memory_format=torch.contiguous_format)  # half the time of x.new_empty
-            tensors = (*tensors[:_OUT], out, *tensors[_OUT + 1 :])
-        given = self._given(tensors)
+        numels = tuple([tensor.numel() for tensor in given[fixed:]])
+        step = self._steps.get(numels)
+        if step is None:
+            step = self._step(numels)
+            if step is None:
+                return None
+        extents = step.extents
         addresses = [tensor.data_ptr() for tensor in given]
-        sized = self._sized.get(tuple([tensor.numel() for tensor in self._varying(tensors)]))
-        if sized is None:
-            sized = self._size(tensors)
-        if sized is None or not self._is_sound(addresses, sized.extents):
-            return None
-        if self._private_out and not _has_private_storage(out, sized.extents[self._out], given):
-            return None
-        place = self._flag_place
-        if place.start < place.stop and not self._is_private_workspace(place.start, given, addresses, sized.extents):
-            return None
-        addresses[place] = self._flag
-        stream = torch._C._cuda_getCurrentRawStream(self._device_index)
-        sized.kernel.launch(self._pack(*addresses) + sized.rest, sized.grid, stream)
-        return out
-
-    def _size(self, tensors: Tensors) -> _Sized | None:
-        """What these sizes need, kept; None if they break a rule, or leave nothing to compute."""
-        arguments: dict[str, Any] = dict(zip(self._names, tensors, strict=False)) | self._options
-        x, workspace = arguments.pop("x"), arguments.pop("workspace", None)
-        if not self.possible({"x": x, **arguments}):
-            return None
-        try:
-            check_sizes(self._entry, {"x": x, "workspace": workspace, **arguments})
-        except ContractError:
-            return None
-        if self._entry is UPDATE:
-            launch = prepare_update(x, **arguments, fault_flag=fault_flag(x.device))
-        else:
-            launch = prefill_launch(x, arguments)
-        if launch is None:
-            return None
-        if len(self._sized) >= _MOST_SIZES:
-            self._sized.clear()
-        sized = _Sized(
-            kernel=load_variant(launch.variant, x.device.index),
-            grid=launch.grid,
-            rest=launch.parameters[POINTERS.size :],
-            extents=tuple([_extent(tensor) for tensor in self._given(tensors)]),
-        )
-        self._sized[tuple([tensor.numel() for tensor in self._varying(tensors)])] = sized
-        return sized
-
-    def _is_sound(self, addresses: Sequence[int], extents: Sequence[int]) -> bool:
-        """Whether the widest words fit these addresses, and neither pool nor output overlaps anything else."""
-        together = 0
-        for address in addresses[self._words]:
-            together |= address
-        if together & 15:
-            return False
-        state, out = addresses[self._state], addresses[self._out]
-        state_end, out_end = state + extents[self._state], out + extents[self._out]
-        overlaps = 0
+        # The pool, and what is written of the rows, may overlap nothing but themselves; a new output overlaps nothing.
+        place = fixed if self._in_place else fixed + 1
+        state, start, end, overlaps = addresses[fixed - 1], 0, 0, 1
+        state_end = state + extents[fixed - 1]
+        if not self._allocates:
+            start, overlaps = addresses[place], 2
+            end = start + extents[place]
         for address, extent in zip(addresses, extents, strict=True):
-            end = address + extent
-            if address < state_end and state < end:
-                overlaps += 1
-            if address < out_end and out < end:
-                overlaps += 1
-        # Each of the two overlaps itself.
-        return overlaps == 2 or (overlaps == 3 and self._in_place and addresses[_X] == out)
-
-    def _is_private_workspace(
-        self, place: int, given: Sequence[Tensor], addresses: Sequence[int], extents: Sequence[int]
-    ) -> bool:
-        """Whether the workspace shares neither bytes nor storage with anything else."""
-        start, end = addresses[place], addresses[place] + extents[place]
-        overlaps = sum(
-            address < end and start < address + extent for address, extent in zip(addresses, extents, strict=True)
-        )
-        return overlaps <= 1 and _has_private_storage(given[place], extents[place], given)
-
-
-def _names(entry: Entry) -> tuple[str, ...]:
-    """The arguments of an entry in the order of `Tensors`."""
-    slots = "state_indices" if entry is UPDATE else "cache_indices"
-    step = ("speculative", "checkpoint_offsets", "checkpoint_tokens", "checkpoint_slots") if entry is STEP else ()
-    leading = ("x", "weight", "bias", "conv_state", "out", "cu_seqlens", slots)
-    return (*leading, "has_initial_state", "num_accepted_tokens", "workspace", *step)
-
-
-class Plans:
-    """The plans of one entry, the last few first."""
-
-    def __init__(self, entry: Entry) -> None:
-        self._entry = entry
-        self._recent: list[tuple[Any, str | None, int, Plan]] = []
-        self._table: dict[tuple[Any, ...], Plan] = {}
-
-    def run(self, tensors: Tensors, activation: str | None, pad_slot_id: int) -> Tensor | None:
-        """Make the call if a plan for it is known; None, and nothing launched, otherwise. Raises as `Plan.run` does."""
-        if self._recent:
-            guarded = _guarded(tensors)
-            for guards, its_activation, its_pad_slot_id, plan in self._recent:
-                # Types first: 1, 1.0 and True are equal.
-                if (
-                    type(pad_slot_id) is int
-                    and pad_slot_id == its_pad_slot_id
-                    and type(activation) is type(its_activation)
-                    and activation == its_activation
-                    and guards.check(*guarded)
-                ):
-                    return plan.run(tensors)
-        key = _signature(tensors, activation, pad_slot_id)
-        plan_of_table = None if key is None else self._table.get(key)
-        if plan_of_table is None:
+            if address < state_end and state < address + extent:
+                overlaps -= 1
+            if address < end and start < address + extent:
+                overlaps -= 1
+        if overlaps and not (overlaps == -1 and self._may_be_x and addresses[fixed] == start):
             return None
-        self._remember(tensors, activation, pad_slot_id, plan_of_table)
-        return plan_of_table.run(tensors)
+        if self._allocates:
+            result = torch.empty_like(given[fixed], memory_format=self._empty_as)
+            addresses.insert(place, result.data_ptr())
+        else:
+            result = given[place]
+            if self._in_place:
+                addresses.insert(place, start)
+            if self._private_out and not _has_private_storage(result, extents[place], given):
+                return None
+        if self._has_workspace and not _is_private_workspace(given, addresses, extents):
+            return None
+        together = 0
+        for address in addresses[: fixed + 2]:
+            together |= address
+        if together & 15:  # the widest words do not fit
+            return None
+        if self._has_workspace:  # the kernel takes none
+            del addresses[-1]
+        step.kernel.launch_step(step, self._pack, addresses, torch._C._cuda_getCurrentRawStream(device))
+        return result
 
-    def add(self, tensors: Tensors, activation: str | None, pad_slot_id: int, arguments: dict[str, Any]) -> None:
-        """Keep a plan of a call that was checked and made; `arguments` are complete, `tensors` as the caller's."""
-        key = _signature(tensors, activation, pad_slot_id)
-        if key is None or key in self._table or not Plan.possible(arguments):
-            return  # a plan that is there declined for a reason that another would have too
-        if len(self._table) >= _MOST_PLANS:
-            self._table.clear()
-        plan = self._table[key] = Plan(self._entry, tensors, arguments)
-        self._remember(tensors, activation, pad_slot_id, plan)
+    def _step(self, numels: tuple[int, ...]) -> StepLaunch | None:
+        """What these sizes need, kept; None if they break a rule, or leave nothing to compute."""
+        rules = self._rules
+        counts = [numel // rule.elements for numel, rule in zip(numels, rules, strict=True)]
+        rows, sequences, checkpoints = counts[0], counts[self._sequences_from] - rules[self._sequences_from].more, 0
+        for count, rule in zip(counts, rules, strict=True):
+            if rule.of == _CHECKPOINTS:
+                checkpoints = count
+        if not 0 < rows <= INT32_LIMIT or not 0 < sequences <= INT32_LIMIT:
+            return None
+        wanted = (rows, sequences, checkpoints, prefill_workspace_size(rows, sequences) if self._has_workspace else 0)
+        for count, rule in zip(counts, rules, strict=True):
+            spare = count - wanted[rule.of] - rule.more
+            if spare < 0 or (spare > 0 and not rule.longer):
+                return None
+        config = self._chooser.config(rows, sequences)
+        kernel = self._kernels.get((config, checkpoints > 0))
+        if kernel is None:
+            variant = self._chooser.variant(config, checkpoints=checkpoints > 0)
+            kernel = self._kernels[config, checkpoints > 0] = load_variant(variant, self._device_index)
+        by_rule = iter(counts)
+        step = StepLaunch(
+            kernel,
+            self._chooser.grid(config, rows, sequences, checkpoints),
+            self._constant + STEP_SIZES.pack(rows, sequences, checkpoints, 0),
+            tuple(
+                [
+                    extent if isinstance(extent, int) else max(0, next(by_rule) - 1) * extent.step + extent.last
+                    for extent in self._extents
+                ]
+            ),
+        )
+        if len(self._steps) >= _MOST_SIZES:
+            self._steps.clear()
+        self._steps[numels] = step
+        return step
 
-    def clear(self) -> None:
-        """Forget everything."""
-        self._recent, self._table = [], {}
 
-    def _remember(self, tensors: Tensors, activation: str | None, pad_slot_id: int, plan: Plan) -> None:
-        guards = _guards_of(_guarded(tensors))
-        if guards is not None:
-            self._recent = [(guards, activation, pad_slot_id, plan), *self._recent][:_MOST_RECENT]
+def _prepare(entry: Entry, arguments: dict[str, Any]) -> ForwardLaunch | None:
+    """The full path's launch of a checked call."""
+    others = {name: value for name, value in arguments.items() if name not in ("x", "workspace")}
+    x: Tensor = arguments["x"]
+    return (
+        prepare_update(x, **others, fault_flag=fault_flag(x.device)) if entry is UPDATE else prefill_launch(x, others)
+    )
 
 
-def _guards_of(guarded: Sequence[Any]) -> Any:
-    """The compiled comparison; an axis whose size may vary has None there."""
-    if TensorGuards is None or len({id(t) for t in guarded}) < len(guarded):
-        return None
-    sizes: Any = [
-        list(t.shape) if place in _FIXED or type(t) is _Nothing else [None, *t.shape[1:]]
-        for place, t in enumerate(guarded)
-    ]
-    strides: Any = [list(t.stride()) for t in guarded]
-    return TensorGuards(*guarded, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+def _extent(tensor: Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last; it has some."""
+    last = 0
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        last += (size - 1) * stride
+    return (last + 1) * tensor.element_size()
+
+
+def _is_private_workspace(given: Sequence[Tensor], addresses: Sequence[int], extents: Sequence[int]) -> bool:
+    """Whether a workspace, the last tensor, shares neither bytes nor storage with another."""
+    # A new output, which only `addresses` has, lies apart anyway.
+    start = addresses[-1]
+    end = start + extents[-1]
+    lying = [(tensor.data_ptr(), extent) for tensor, extent in zip(given[:-1], extents, strict=False)]
+    apart = all(address >= end or start >= address + extent for address, extent in lying)
+    return apart and _has_private_storage(given[-1], extents[-1], given)
 
 
 def _has_private_storage(tensor: Tensor, extent: int, given: Sequence[Tensor]) -> bool:
@@ -325,11 +386,109 @@ def _has_private_storage(tensor: Tensor, extent: int, given: Sequence[Tensor]) -
     return not any(other is not tensor and other.untyped_storage().data_ptr() == at for other in given)
 
 
-def _extent(tensor: Tensor) -> int:
-    """Bytes from a tensor's first element to the end of its last."""
-    if tensor.numel() == 0:
-        return 0
-    last = 0
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        last += (size - 1) * stride
-    return (last + 1) * tensor.element_size()
+class _Recent(NamedTuple):
+    """A plan with the compiled comparison that finds it.
+
+    Attributes:
+        guards: compare the tensors that are given; an axis whose size may vary has None there.
+        number: of them.
+        absent: places of the others.
+        in_place: `out` is `x`, which guards are shown once.
+        activation: of the plan.
+        pad_slot_id: of the plan.
+    """
+
+    guards: Any
+    number: int
+    absent: tuple[int, ...]
+    in_place: bool
+    activation: str | None
+    pad_slot_id: int
+    plan: Plan
+
+
+class Plans:
+    """The plans of one entry for callers of one form, the last few first.
+
+    Attributes:
+        known: whether there is any, so that callers need not ask in vain.
+    """
+
+    def __init__(self, entry: Entry, form: Form = OPERATOR) -> None:
+        self.known = False
+        self._entry, self._form = entry, form
+        self._recent: list[_Recent] = []
+        self._table: dict[tuple[Any, ...], Plan] = {}
+
+    def run(self, tensors: Tensors, activation: object, pad_slot_id: object) -> Tensor | None:
+        """Make the call if a plan for it is known; None, and nothing launched, otherwise. Raises as `Plan.run` does.
+
+        Not to be called while a compiler traces.
+        """
+        given = [tensor for tensor in tensors if tensor is not None]
+        in_place = tensors[_OUT] is tensors[_X]
+        if in_place:
+            del given[_OUT if tensors[_BIAS] is not None else _OUT - 1]
+        for guards, number, absent, its_in_place, its_activation, its_pad_slot_id, plan in self._recent:
+            # Types where it is not the same object: 1, 1.0 and True are equal.
+            if (
+                number == len(given)
+                and in_place is its_in_place
+                and (pad_slot_id is its_pad_slot_id or (type(pad_slot_id) is int and pad_slot_id == its_pad_slot_id))
+                and (activation is its_activation or (type(activation) is str and activation == its_activation))
+            ):
+                for place in absent:
+                    if tensors[place] is not None:
+                        break
+                else:
+                    if guards.check(*given):
+                        return plan.run(given)
+        if needs_dispatch(tensors[_X]):
+            return None
+        key = _signature(self._form, tensors, activation, pad_slot_id)
+        plan_of_table = None if key is None else self._table.get(key)
+        if plan_of_table is None:
+            return None
+        self._remember(tensors, key, plan_of_table)
+        return plan_of_table.run(given)
+
+    def add(self, tensors: Tensors, activation: object, pad_slot_id: object, arguments: dict[str, Any]) -> None:
+        """Keep a plan of a call that was checked and made.
+
+        Args:
+            tensors: the caller's.
+            activation: the caller's.
+            pad_slot_id: the caller's.
+            arguments: the operator's, by name, complete with the result.
+        """
+        key = _signature(self._form, tensors, activation, pad_slot_id)
+        if key is None or key in self._table or not Plan.possible(arguments):
+            return  # a plan that is there declined for a reason that another would have too
+        launch = _prepare(self._entry, arguments)
+        if launch is None:
+            return
+        if len(self._table) >= _MOST_PLANS:
+            self._table.clear()
+        plan = self._table[key] = Plan(self._entry, self._form, tensors, arguments, launch)
+        self.known = True
+        self._remember(tensors, key, plan)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.known, self._recent, self._table = False, [], {}
+
+    def _remember(self, tensors: Tensors, key: Any, plan: Plan) -> None:
+        in_place = tensors[_OUT] is tensors[_X]
+        given = {
+            place: tensor
+            for place, tensor in enumerate(tensors)
+            if tensor is not None and not (place == _OUT and in_place)
+        }
+        if TensorGuards is None or len({id(tensor) for tensor in given.values()}) < len(given):
+            return  # guards refuse one tensor twice
+        sizes: Any = [list(_fixed_sizes(self._form, place, tensor)) for place, tensor in given.items()]
+        strides: Any = [list(tensor.stride()) for tensor in given.values()]
+        guards = TensorGuards(*given.values(), dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        absent = tuple(place for place, tensor in enumerate(tensors) if tensor is None)
+        recent = _Recent(guards, len(given), absent, in_place, key[0], key[1], plan)
+        self._recent = [recent, *self._recent][:_MOST_RECENT]

@@ -10,15 +10,18 @@ from pathlib import Path
 
 import pytest
 
+from serving_conv.contract import ENTRIES
 from serving_conv.native.abi import (
     BACKWARD_FIELDS,
     BACKWARD_PACKER,
     FIELDS,
     PACKER,
-    POINTERS,
+    STEP_SIZES,
+    TENSORS,
     backward_parameters_header,
     parameters_header,
 )
+from serving_conv.native.plan import tensor_names
 from serving_conv.native.variant import kernel_directory
 
 
@@ -46,9 +49,15 @@ def test_pointers_come_first_and_longer_fields_before_shorter_ones(fields: tuple
     assert pointers == sorted(pointers, reverse=True)
 
 
-def test_the_pointers_are_the_front_of_the_block() -> None:
-    pointers = [kind.endswith("*") for kind, _, _ in FIELDS]
-    assert POINTERS.size == 8 * sum(pointers)
+def test_tensors_come_first_and_sizes_of_the_step_last() -> None:
+    pointers = [name for kind, name, _ in FIELDS if kind.endswith("*")]
+    assert TENSORS.size == 8 * (len(pointers) - 1)
+    assert pointers[-1] == "fault_flag"
+    for entry in ENTRIES:
+        names = ["slots" if name.endswith("_indices") else name for name in tensor_names(entry) if name != "workspace"]
+        assert pointers[: len(names)] == names
+    assert [name for _, name, _ in FIELDS][-4:] == ["rows", "sequences", "checkpoints", "unused"]
+    assert STEP_SIZES.size == struct.calcsize("".join("i" for _ in range(4)))
 
 
 def test_packing_is_the_compilers_layout(tmp_path: Path) -> None:

@@ -12,19 +12,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.plans import KINDS, NAMES, Kind, Loaded, complete, full_path, in_order, make_call, pretend
+from support.plans import KINDS, Kind, Loaded, complete, full_path, in_order, make_call, pretend
 from torch import Tensor
 
 from serving_conv.contract import PREFILL, UPDATE
 from serving_conv.errors import CaptureError
 from serving_conv.native import plan as plans_module
-from serving_conv.native.plan import Plan, Plans
+from serving_conv.native.plan import Plan, Plans, tensor_names
 
 
 class Recorded:
     """Stands for a plan, which needs a device; says that it was asked."""
 
-    def __init__(self, entry: Any, tensors: Any, arguments: dict[str, Any]) -> None:
+    def __init__(self, entry: Any, form: Any, tensors: Any, arguments: Any, launch: Any) -> None:
         self.tensors = tensors
 
     def run(self, tensors: tuple[Tensor | None, ...]) -> Tensor:
@@ -44,17 +44,17 @@ def call() -> dict[str, Any]:
         "slots": torch.arange(3, dtype=torch.int32),
         "has_initial_state": None,
         "num_accepted_tokens": None,
-        "workspace": None,
     }
 
 
 def tensors_of(arguments: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(arguments.get(name) for name in NAMES)
+    return tuple(arguments["slots" if name == "state_indices" else name] for name in tensor_names(UPDATE))
 
 
 @pytest.fixture(params=["guards", "table"])
 def plans(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Plans:
     monkeypatch.setattr(plans_module, "Plan", Recorded)
+    monkeypatch.setattr(plans_module, "_prepare", lambda entry, arguments: entry)
     if request.param == "table":
         monkeypatch.setattr(plans_module, "TensorGuards", None)
     plans = Plans(UPDATE)
@@ -85,8 +85,6 @@ OTHER: dict[str, Callable[[dict[str, Any]], Any]] = {
     "counts": lambda c: c.update(num_accepted_tokens=torch.ones(3, dtype=torch.int32)),
     "flags": lambda c: c.update(has_initial_state=torch.ones(3, dtype=torch.bool)),
     "out": lambda c: c.update(out=torch.empty(3, 8)),
-    "drafts": lambda c: c.update(speculative=torch.ones(3, dtype=torch.bool)),
-    "checkpoints": lambda c: c.update(checkpoint_slots=torch.ones(3, dtype=torch.int32)),
     "in place": lambda c: c.update(out=c["x"]),
     "no tensor": lambda c: c.update(slots=[0, 1, 2]),
     "a number": lambda c: c.update(bias=0),
@@ -119,15 +117,16 @@ def test_in_place_and_allocating_calls_have_plans_of_their_own(plans: Plans) -> 
     assert plans.run(tensors_of(call()), "silu", -1) is not None
 
 
-def test_in_place_and_elsewhere_share_a_plan_but_no_guards(plans: Plans) -> None:
+def test_in_place_and_elsewhere_have_plans_of_their_own(plans: Plans) -> None:
     inside, elsewhere = call(), {**call(), "out": torch.empty(3, 8)}
     inside["out"] = inside["x"]
-    plans.add(tensors_of(inside), "silu", -1, inside)
+    for arguments in (inside, elsewhere):
+        plans.add(tensors_of(arguments), "silu", -1, arguments)
     for _ in range(3):
         for arguments in (inside, elsewhere):
             assert plans.run(tensors_of(arguments), "silu", -1) is not None
-    assert len(plans._table) == 2
-    assert len(plans._recent) in (0, 3)  # both stay: neither call makes the other slow
+    assert len(plans._table) == 3
+    assert len(plans._recent) in (0, 3)  # all stay: neither call makes the other slow
 
 
 def test_a_plan_that_declined_is_not_made_anew(plans: Plans) -> None:
@@ -191,12 +190,12 @@ def test_a_plan_launches_what_the_full_path_would(
         plans = Plans(kind.entry)
         first = make_call(kind, *steps[0])
         out = torch.zeros(steps[0][0], kind.channels, dtype=kind.x) if first["out"] is None else first["out"]
-        plans.add(in_order(first), kind.activation, kind.pad_slot_id, complete(kind, first, out))
+        plans.add(in_order(kind, first), kind.activation, kind.pad_slot_id, complete(kind, first, out))
         for sizes in steps:
             for layer in range(2):
                 arguments = make_call(kind, *sizes)
                 device.launches.clear()
-                result = plans.run(in_order(arguments), kind.activation, kind.pad_slot_id)
+                result = plans.run(in_order(kind, arguments), kind.activation, kind.pad_slot_id)
                 assert result is not None, (sizes, layer)
                 assert result.shape == arguments["x"].shape
                 assert result.is_contiguous() or "out is x" in kind.given
@@ -226,10 +225,10 @@ def test_sizes_are_checked(wrong: str, device: type[Loaded]) -> None:
         arguments = make_call(kind, rows, sequences)
         if not device.launches:
             out = torch.zeros(rows, kind.channels, dtype=kind.x) if arguments["out"] is None else arguments["out"]
-            plans.add(in_order(arguments), kind.activation, kind.pad_slot_id, complete(kind, arguments, out))
+            plans.add(in_order(kind, arguments), kind.activation, kind.pad_slot_id, complete(kind, arguments, out))
         if spoilt:
             change(arguments)
-        made = plans.run(in_order(arguments), kind.activation, kind.pad_slot_id)
+        made = plans.run(in_order(kind, arguments), kind.activation, kind.pad_slot_id)
         assert (made is None) is spoilt
     assert len(device.launches) == 2
 
@@ -237,9 +236,9 @@ def test_sizes_are_checked(wrong: str, device: type[Loaded]) -> None:
 def test_the_device_must_be_current(device: type[Loaded], monkeypatch: pytest.MonkeyPatch) -> None:
     kind, plans = KINDS["prefill"], Plans(PREFILL)
     arguments = make_call(kind, 10, 1)
-    plans.add(in_order(arguments), "silu", -1, complete(kind, arguments, torch.zeros(10, 64, dtype=kind.x)))
+    plans.add(in_order(kind, arguments), "silu", -1, complete(kind, arguments, torch.zeros(10, 64, dtype=kind.x)))
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1)
-    assert plans.run(in_order(arguments), "silu", -1) is None
+    assert plans.run(in_order(kind, arguments), "silu", -1) is None
 
 
 def test_strides_that_only_one_row_may_have(device: type[Loaded]) -> None:
@@ -250,8 +249,11 @@ def test_strides_that_only_one_row_may_have(device: type[Loaded]) -> None:
         x = memory.as_strided((rows, 64), (32, 1))  # rows that overlap
         arguments = {**make_call(kind, rows, 1), "x": x}
         if rows == 1:
-            plans.add(in_order(arguments), "silu", -1, complete(kind, arguments, torch.zeros(1, 64, dtype=kind.x)))
-        assert (plans.run(in_order(arguments), "silu", -1) is None) is (rows == 2)
+            plans.add(
+                in_order(kind, arguments), "silu", -1, complete(kind, arguments, torch.zeros(1, 64, dtype=kind.x))
+            )
+        assert not plans._table  # more rows could not have them
+        assert plans.run(in_order(kind, arguments), "silu", -1) is None
 
 
 def test_a_kernel_that_sizes_choose_anew_is_not_loaded_under_capture(
@@ -260,15 +262,16 @@ def test_a_kernel_that_sizes_choose_anew_is_not_loaded_under_capture(
     kind = KINDS["prefill"]
     plans = Plans(PREFILL)
     arguments = make_call(kind, 10, 1)
-    plans.add(in_order(arguments), "silu", -1, complete(kind, arguments, torch.zeros(10, 64, dtype=kind.x)))
+    plans.add(in_order(kind, arguments), "silu", -1, complete(kind, arguments, torch.zeros(10, 64, dtype=kind.x)))
 
     def capturing(variant: Any, index: int) -> None:
         raise CaptureError("kernel", got="capture", wanted="a loaded kernel")
 
     monkeypatch.setattr(plans_module, "load_variant", capturing)
-    assert plans.run(in_order(arguments), "silu", -1) is not None
+    assert plans.run(in_order(kind, arguments), "silu", -1) is not None
     with pytest.raises(CaptureError):
-        plans.run(in_order(make_call(kind, 20, 1)), "silu", -1)
+        plans.run(in_order(kind, make_call(kind, 20_000, 1)), "silu", -1)
+    assert plans.run(in_order(kind, make_call(kind, 20, 1)), "silu", -1) is not None  # by the kernel that is loaded
 
 
 def test_sizes_do_not_pile_up(device: type[Loaded], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,7 +281,9 @@ def test_sizes_do_not_pile_up(device: type[Loaded], monkeypatch: pytest.MonkeyPa
     for rows in range(1, 30):
         arguments = make_call(kind, rows, 1)
         if rows == 1:
-            plans.add(in_order(arguments), "silu", -1, complete(kind, arguments, torch.zeros(1, 64, dtype=kind.x)))
-        assert plans.run(in_order(arguments), "silu", -1) is not None
+            plans.add(
+                in_order(kind, arguments), "silu", -1, complete(kind, arguments, torch.zeros(1, 64, dtype=kind.x))
+            )
+        assert plans.run(in_order(kind, arguments), "silu", -1) is not None
     (plan,) = plans._table.values()
-    assert len(plan._sized) <= 8
+    assert len(plan._steps) <= 8

@@ -26,11 +26,11 @@ def device(monkeypatch: pytest.MonkeyPatch) -> type[Loaded]:
 def learn(plans: Plans, kind: Kind, arguments: dict[str, Any]) -> None:
     """Keep a plan of a call, as the full path does behind it."""
     out = torch.zeros(arguments["x"].shape, dtype=kind.x) if arguments["out"] is None else arguments["out"]
-    plans.add(in_order(arguments), kind.activation, kind.pad_slot_id, complete(kind, arguments, out))
+    plans.add(in_order(kind, arguments), kind.activation, kind.pad_slot_id, complete(kind, arguments, out))
 
 
 def run(plans: Plans, kind: Kind, arguments: dict[str, Any]) -> Tensor | None:
-    return plans.run(in_order(arguments), kind.activation, kind.pad_slot_id)
+    return plans.run(in_order(kind, arguments), kind.activation, kind.pad_slot_id)
 
 
 # Bytes at which the tensors of a prefill call lie; x and out have 768 of them, taps 512, the pool 5760, the offsets

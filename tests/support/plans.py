@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -13,25 +14,9 @@ from serving_conv.checks import check
 from serving_conv.contract import PREFILL, STEP, UPDATE, Entry, prefill_workspace_size
 from serving_conv.native import cuda, plan
 from serving_conv.native.call import prepare_update
+from serving_conv.native.plan import tensor_names
 
-__all__ = ["KINDS", "NAMES", "Kind", "Loaded", "complete", "full_path", "in_order", "make_call", "pretend"]
-
-NAMES = (
-    "x",
-    "weight",
-    "bias",
-    "conv_state",
-    "out",
-    "cu_seqlens",
-    "slots",
-    "has_initial_state",
-    "num_accepted_tokens",
-    "workspace",
-    "speculative",
-    "checkpoint_offsets",
-    "checkpoint_tokens",
-    "checkpoint_slots",
-)
+__all__ = ["KINDS", "Kind", "Loaded", "complete", "full_path", "in_order", "make_call", "pretend"]
 
 
 class Loaded:
@@ -44,6 +29,9 @@ class Loaded:
 
     def launch(self, parameters: bytes, grid: tuple[int, int, int], stream: int) -> None:
         self.launches.append((self.variant, parameters, grid, stream))
+
+    def launch_step(self, step: Any, tensors: struct.Struct, addresses: list[int], stream: int) -> None:
+        self.launches.append((self.variant, tensors.pack(*addresses) + step.rest, step.grid, stream))
 
 
 FLAG = torch.zeros(1, dtype=torch.int32)
@@ -134,8 +122,8 @@ def complete(kind: Kind, arguments: dict[str, Any], out: Tensor) -> dict[str, An
     return renamed | {"out": out, "activation": kind.activation, "pad_slot_id": kind.pad_slot_id}
 
 
-def in_order(arguments: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(arguments[name] for name in NAMES if name in arguments)
+def in_order(kind: Kind, arguments: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(arguments["slots" if name.endswith("_indices") else name] for name in tensor_names(kind.entry))
 
 
 def full_path(kind: Kind, arguments: dict[str, Any], out: Tensor) -> tuple[Any, bytes, tuple[int, int, int], int]:

@@ -27,7 +27,7 @@ def fixed(rows: int, **changes: Any) -> Callable[..., LaunchConfig]:
     """A launch choice with runs of so many rows."""
 
     def choose(**sizes: Any) -> LaunchConfig:
-        return dataclasses.replace(choose_backward(**sizes), rows=rows, **changes)
+        return choose_backward(**sizes)._replace(rows=rows, **changes)
 
     return choose
 

@@ -33,6 +33,7 @@ __all__ = [
     "load_variant",
     "prefill_launch",
     "run_backward",
+    "run_forward",
 ]
 
 PARAMETER_BYTES = 4096  # the most that every device takes as a kernel's parameters
@@ -134,33 +135,33 @@ class Kernel:
         self._function = check_status(driver.cuKernelGetFunction(driver.CUkernel(int(self._kernel.handle))))
         self._call = driver.cuLaunchKernelEx
         self._driver, self._threads = driver, variant.threads
-        self._dependent = major >= 9 and SETTINGS.dependent_launch
+        self._overlaps = major >= 9 and SETTINGS.dependent_launch
+        # Frames that nobody uses. Taking one is atomic, and cheaper than a lock around a shared one.
         self._free: list[_Frame] = []
+        self._free_alone: list[_Frame] = []
 
-    def _frame(self) -> _Frame:
-        """One that nobody uses; taking it is atomic, and cheaper than a lock around a shared one."""
+    def launch(
+        self,
+        parameters: bytes | ctypes.Array[ctypes.c_char],
+        grid: tuple[int, int, int],
+        stream: int,
+        *,
+        dependent: bool = True,
+    ) -> None:
+        """Launch on a raw stream handle of the current device.
+
+        Args:
+            parameters: of the kernel.
+            grid: blocks.
+            stream: raw handle.
+            dependent: the kernel may start before the one before it has ended. It reads taps and bias at once, so
+                only where no kernel that is still running can be writing them.
+        """
+        free = self._free if dependent else self._free_alone
         try:
-            return self._free.pop()
+            frame = free.pop()
         except IndexError:
-            return _Frame(self._config())
-
-    def _config(self) -> Any:
-        driver = self._driver
-        config = driver.CUlaunchConfig()
-        config.blockDimX, config.blockDimY, config.blockDimZ = self._threads, 1, 1
-        if self._dependent:
-            attribute = driver.CUlaunchAttribute()
-            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            value = driver.CUlaunchAttributeValue()
-            value.programmaticStreamSerializationAllowed = 1
-            attribute.value = value
-            config.attrs = [attribute]
-            config.numAttrs = 1
-        return config
-
-    def launch(self, parameters: bytes | ctypes.Array[ctypes.c_char], grid: tuple[int, int, int], stream: int) -> None:
-        """Launch on a raw stream handle of the current device."""
-        frame = self._frame()
+            frame = _Frame(self._config(dependent), free)
         frame.step = None
         frame.block[: len(parameters)] = parameters
         frame.config.gridDimX, frame.config.gridDimY, frame.config.gridDimZ = grid
@@ -175,7 +176,10 @@ class Kernel:
             addresses: of the tensors that are given.
             stream: raw handle, of the current device.
         """
-        frame = self._frame()
+        try:
+            frame = self._free.pop()
+        except IndexError:
+            frame = _Frame(self._config(dependent=True), self._free)
         tensors.pack_into(frame.block, 0, *addresses)
         if step is not frame.step:  # the one that is kept cannot be freed, so none other has its identity
             frame.step = step
@@ -188,15 +192,30 @@ class Kernel:
         if stream != frame.stream:
             config.hStream = frame.stream = stream
         status = self._call(config, self._function, frame.arguments, 0)
-        self._free.append(frame)  # one whose launch raised is dropped
+        frame.home.append(frame)  # one whose launch raised is dropped
         if status[0]:
             check_status(status)
 
+    def _config(self, dependent: bool) -> Any:
+        driver = self._driver
+        config = driver.CUlaunchConfig()
+        config.blockDimX, config.blockDimY, config.blockDimZ = self._threads, 1, 1
+        if dependent and self._overlaps:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            value = driver.CUlaunchAttributeValue()
+            value.programmaticStreamSerializationAllowed = 1
+            attribute.value = value
+            config.attrs = [attribute]
+            config.numAttrs = 1
+        return config
+
 
 class _Frame:
-    """What one launch needs at a time: a block of parameters at a fixed address, and a configuration.
+    """What one launch needs for itself: a block of parameters at a fixed address, and a configuration.
 
     Attributes:
+        home: the list it returns to.
         block: the parameters.
         arguments: address of the array of pointers to parameters, of one element.
         config: the driver's.
@@ -204,9 +223,10 @@ class _Frame:
         stream: that stands in the configuration.
     """
 
-    __slots__ = ("_kept", "arguments", "block", "config", "step", "stream")
+    __slots__ = ("_kept", "arguments", "block", "config", "home", "step", "stream")
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, home: list[_Frame]) -> None:
+        self.home = home
         self.block = bytearray(PARAMETER_BYTES)
         pinned = (ctypes.c_char * PARAMETER_BYTES).from_buffer(self.block)
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(pinned))
@@ -267,26 +287,32 @@ def load_variant(variant: AnyVariant, device_index: int) -> Kernel:
     return kernel
 
 
+def run_forward(*, x: Tensor, workspace: Tensor | None, **arguments: Any) -> None:
+    """`causal_conv1d_fn` where the kernel before may be writing the weights, as an optimiser's does."""
+    _run(prefill_launch(x, arguments), x.device, dependent=False)
+
+
 def run_backward(*arguments: Any, **options: Any) -> None:
     """Launch one backward on the current stream; arguments as of `prepare_backward`."""
     device: torch.device = arguments[0].device
     multiprocessors, _ = _traits_of_device(device.index)
     launches, scratch = prepare_backward(*arguments, **options, multiprocessors=multiprocessors)
-    for launch in launches:
-        _run(launch, device)
+    for place, launch in enumerate(launches):
+        _run(launch, device, dependent=place > 0)  # those behind the first read what it wrote, and wait for it
     del scratch  # freed in stream order
 
 
-def _run(launch: Launch | None, device: torch.device) -> None:
+def _run(launch: Launch | None, device: torch.device, *, dependent: bool = True) -> None:
     if launch is None:
         return
     if device.index == torch.cuda.current_device():
-        _launch_here(launch, device.index)
+        _launch_here(launch, device.index, dependent)
     else:
         with torch.cuda.device(device):
-            _launch_here(launch, device.index)
+            _launch_here(launch, device.index, dependent)
 
 
-def _launch_here(launch: Launch, device_index: int) -> None:
+def _launch_here(launch: Launch, device_index: int, dependent: bool) -> None:
     stream = torch._C._cuda_getCurrentRawStream(device_index)
-    load_variant(launch.variant, device_index).launch(launch.parameters, launch.grid, stream)
+    kernel = load_variant(launch.variant, device_index)
+    kernel.launch(launch.parameters, launch.grid, stream, dependent=dependent)

@@ -19,7 +19,7 @@ from serving_conv.training.determinism import deterministic_reduction
 from serving_conv.training.kernels import convolve, gradients
 from serving_conv.training.sequences import offsets_of
 
-__all__ = ["causal_conv1d", "eager_function", "fake_gradient", "filled"]
+__all__ = ["causal_conv1d", "eager_function", "fake_gradient", "filled", "first_derivative"]
 
 
 @overload
@@ -78,19 +78,22 @@ def causal_conv1d(
         bias: `[D]` or None, own type.
         activation: "silu" ("swish") or None.
         seq_idx: int32 `[B, T]`, a number for each token: a sequence ends where the number changes.
-        cu_seqlens: int32 `[N+1]`, offsets of N sequences in the T tokens of B = 1, from 0. Rows past the last offset
-            give zeros and get none.
+        cu_seqlens: int32 `[N+1]` contiguous, offsets of N sequences in the T tokens of B = 1, from 0. Rows past the
+            last offset give zeros and get zeros, and so do rows before a first one that is not 0, which leaves
+            `DeviceFault.OFFSETS` (not in float64).
         initial_states: `[N, D, W-1]` in the type of x, any strides: the inputs before each sequence, oldest first;
             zeros if absent. Without offsets N = B. With seq_idx the n-th sequence takes the n-th; later ones start
             from zeros.
         return_final_states: also return the last W-1 inputs of each sequence, `[N, D, W-1]`, differentiable.
 
     Returns:
-        out `[B, T, D]` in the type of x, or (out, final states).
+        out `[B, T, D]` in the type of x, or (out, final states), those in the type of x too.
 
     Raises:
         ContractError: a shape, type, stride, device or option breaks these rules; it is a ValueError.
-        BackendError: in the backward, if its gradients are differentiated again.
+        BackendError: the backend that `SERVING_CONV_BACKEND` names cannot serve the device; or, in the backward, the
+            gradients are differentiated again.
+        CaptureError: a kernel is not loaded yet and the current stream is capturing.
     """
     check_convolution(x, weight, bias, activation)
     check_sequences(x, weight, seq_idx, cu_seqlens, initial_states, want_final=return_final_states)
@@ -105,12 +108,18 @@ def causal_conv1d(
 
 
 def filled(gradient: Tensor | None, like: Tensor) -> Tensor:
-    """An operator returns tensors only: one without elements stands for none."""
+    """An operator returns tensors only: one of shape `[0]`, in the type and place of `like`, stands for none."""
     return like.new_empty(0) if gradient is None else gradient
 
 
 def fake_gradient(of: Tensor | None, wanted: bool, x: Tensor) -> Tensor:
-    """What a fake backward returns for one argument, as `filled` would."""
+    """What a fake backward returns for one argument, as `filled` would.
+
+    Args:
+        of: the argument, of any shape and type, or None.
+        wanted: whether its gradient is.
+        x: whose device it is on, and whose type if there is none.
+    """
     if of is None or not wanted:
         return x.new_empty(0)
     return torch.empty(of.shape, dtype=of.dtype, device=x.device)
@@ -133,6 +142,27 @@ class _FirstDerivative(torch.autograd.Function):
         )
 
 
+def first_derivative(differentiate: Any) -> Any:
+    """A backward whose gradients say that they cannot be differentiated.
+
+    Under create_graph a second derivative would silently miss this operator's part, so whoever asks for it gets a
+    BackendError.
+
+    Args:
+        differentiate: `(ctx, *gradients)`, as `torch.library.register_autograd` takes it, and is returned.
+    """
+
+    def run(ctx: Any, *gradients: Any) -> Any:
+        with torch.no_grad():
+            found = differentiate(ctx, *gradients)
+        if not torch.is_grad_enabled():
+            return found
+        anchor = torch.zeros((), requires_grad=True)
+        return tuple(None if g is None else _FirstDerivative.apply(anchor, g) for g in found)  # type: ignore[no-untyped-call]
+
+    return run
+
+
 def eager_function(name: str, forward: Any, setup: Any, differentiate: Any) -> Any:
     """An autograd function of two operators' bodies, without a dispatcher between.
 
@@ -148,16 +178,7 @@ def eager_function(name: str, forward: Any, setup: Any, differentiate: Any) -> A
         setup(ctx, inputs, output)
         return output
 
-    def run_backward(ctx: Any, *gradients: Any) -> Any:
-        with torch.no_grad():
-            found = differentiate(ctx, *gradients)
-        if not torch.is_grad_enabled():
-            return found
-        # Under create_graph: a second derivative would miss this operator's part, so whoever asks for it is told.
-        anchor = torch.zeros((), requires_grad=True)
-        return tuple(None if g is None else _FirstDerivative.apply(anchor, g) for g in found)  # type: ignore[no-untyped-call]
-
-    members = {"forward": staticmethod(run_forward), "backward": staticmethod(run_backward)}
+    members = {"forward": staticmethod(run_forward), "backward": staticmethod(differentiate)}
     return type(name, (torch.autograd.Function,), members)
 
 
@@ -268,7 +289,8 @@ def _differentiate(ctx: Any, dout: Tensor | None, dfinal: Tensor | None) -> tupl
     return (*grads, None, None, None)
 
 
-_Convolution = eager_function("_Convolution", _forward, _setup, _differentiate)
+_gradients = first_derivative(_differentiate)
+_Convolution = eager_function("_Convolution", _forward, _setup, _gradients)
 
 register_operator(
     "conv1d_forward(Tensor x, Tensor weight, Tensor? bias, Tensor? initial_states, Tensor? cu_seqlens, "
@@ -282,4 +304,4 @@ register_operator(
     _backward,
     _fake_backward,
 )
-torch.library.register_autograd("serving_conv::conv1d_forward", _differentiate, setup_context=_setup, lib=LIBRARY)
+torch.library.register_autograd("serving_conv::conv1d_forward", _gradients, setup_context=_setup, lib=LIBRARY)

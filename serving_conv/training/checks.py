@@ -28,7 +28,13 @@ def _same_device(name: str, tensor: Tensor, x: Tensor) -> None:
 
 
 def check_convolution(x: object, weight: object, bias: object, activation: object) -> None:
-    """X `[B, T, D]`, weight `[D, W]`, bias `[D]` or None, activation.
+    """What every call gives.
+
+    Args:
+        x: must be `[B, T, D]` bf16, fp16, fp32 or float64.
+        weight: must be `[D, W]` contiguous, on the device of x, float64 if and only if x is.
+        bias: must be `[D]` contiguous, as weight, or None.
+        activation: must be "silu", "swish" or None.
 
     Raises:
         ContractError: the first rule that is broken.
@@ -62,6 +68,14 @@ def check_sequences(
     x: Tensor, weight: Tensor, seq_idx: object, cu_seqlens: object, initial_states: object, *, want_final: bool
 ) -> None:
     """What says where sequences begin, and their initial windows.
+
+    Args:
+        x: `[B, T, D]`, checked.
+        weight: `[D, W]`, checked.
+        seq_idx: must be int32 `[B, T]`, or None.
+        cu_seqlens: must be int32 `[N+1]` contiguous with B = 1, or None, as it must with `seq_idx`.
+        initial_states: must be `[N, D, W-1]` in the type of x, or None; with `seq_idx` N is free and B = 1.
+        want_final: final windows are asked for, which `seq_idx` cannot say the number of.
 
     Raises:
         ContractError: the first rule that is broken.
@@ -119,6 +133,11 @@ def check_sequences(
 
 def check_global_seq_idx(x: Tensor, global_seq_idx: object, ranks: int) -> None:
     """One number for each token of all ranks.
+
+    Args:
+        x: `[B, T, D]`, checked; B must be 1.
+        global_seq_idx: must be int32 `[1, ranks*T]`.
+        ranks: of the group.
 
     Raises:
         ContractError: a wrong shape, type or device, or x of more than one batch.

@@ -18,7 +18,7 @@ from serving_conv.errors import ContractError
 from serving_conv.ops import LIBRARY, needs_dispatch, register_operator
 from serving_conv.settings import SETTINGS
 from serving_conv.training.agreement import agree
-from serving_conv.training.autograd import eager_function, fake_gradient, filled
+from serving_conv.training.autograd import eager_function, fake_gradient, filled, first_derivative
 from serving_conv.training.checks import check_convolution, check_global_seq_idx
 from serving_conv.training.determinism import deterministic_reduction
 from serving_conv.training.halo import Neighbours, resolve_group
@@ -59,18 +59,25 @@ def causal_conv1d_cp(
         `[B, T, D]` in the type of x.
 
     Raises:
-        ContractError: a shape, type, device or option breaks these rules; it is a ValueError. On CPU tensors, on the
-            first call of a group and with `SERVING_CONV_DEBUG=1` the ranks compare notes first, so all of them raise
-            if one does, or if they disagree on B, D, W, the type of x or options. Otherwise the rank that sees an error
-            raises, and its neighbours raise CommunicationError after the group's timeout.
-        CommunicationError: a neighbour is gone, or silent for longer than the group's timeout.
+        ContractError: a shape, type, device or option breaks these rules, or the group cannot carry tensors of the
+            device of x; it is a ValueError. In groups of gloo, on the first call of any other group and with
+            `SERVING_CONV_DEBUG=1` the ranks compare notes first, so all of them raise if one does, or if they disagree
+            on B, D, W, the type or device of x, or options. Otherwise the rank that sees an error raises, and its
+            neighbours wait for it as for a rank that is gone.
+        CommunicationError: under gloo, a neighbour is gone, or silent for longer than the group's timeout. NCCL raises
+            it only for what it refuses at once: after a timeout its watchdog aborts the process, which no caller can
+            catch (with `TORCH_NCCL_BLOCKING_WAIT=1` the wait raises instead).
+        BackendError: see `causal_conv1d`.
+        CaptureError: see `causal_conv1d`.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or _is_fake(x):
         _check(x, weight, bias, activation, cp_group, global_seq_idx)
     else:
         error = None
         try:
             _check(x, weight, bias, activation, cp_group, global_seq_idx)
+            if cp_group.size() > 1 and not x.is_meta:
+                Neighbours(cp_group).check_device(x)
         except ContractError as found:
             error = found
         agree(cp_group, error, x, weight, bias, activation, global_seq_idx, always=SETTINGS.debug)
@@ -81,6 +88,11 @@ def causal_conv1d_cp(
     else:
         out, _ = _CutConvolution.apply(*arguments)
     return out
+
+
+def _is_fake(x: object) -> bool:
+    """Whether the call computes shapes only: then no rank exchanges anything, and notes could not be read."""
+    return needs_dispatch(x) and torch._guards.detect_fake_mode(x) is not None
 
 
 def _check(
@@ -327,7 +339,8 @@ def _differentiate(ctx: Any, dout: Tensor | None, _dhalo: Tensor | None) -> tupl
     return (*grads, None, None, None)
 
 
-_CutConvolution = eager_function("_CutConvolution", _forward, _setup, _differentiate)
+_gradients = first_derivative(_differentiate)
+_CutConvolution = eager_function("_CutConvolution", _forward, _setup, _gradients)
 
 register_operator(
     "conv1d_cp_forward(Tensor x, Tensor weight, Tensor? bias, Tensor? global_seq_idx, str? activation, str group) "
@@ -341,4 +354,4 @@ register_operator(
     _backward,
     _fake_backward,
 )
-torch.library.register_autograd("serving_conv::conv1d_cp_forward", _differentiate, setup_context=_setup, lib=LIBRARY)
+torch.library.register_autograd("serving_conv::conv1d_cp_forward", _gradients, setup_context=_setup, lib=LIBRARY)

@@ -17,13 +17,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from serving_conv.errors import CommunicationError
+from serving_conv.errors import CommunicationError, ContractError
 
 __all__ = ["Message", "Neighbours", "resolve_group"]
 
 
 def resolve_group(name: str) -> dist.ProcessGroup:
-    """The process group of a name, which is all that an operator's schema can carry."""
+    """The process group of a name, which is all that an operator's schema can carry.
+
+    Raises:
+        RuntimeError: this process knows no group of that name, or it has been destroyed.
+    """
     resolve: Any = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
     group: dist.ProcessGroup = resolve(name)
     return group
@@ -72,6 +76,12 @@ class Neighbours:
         """Rows where the group can send them from: pinned host memory under gloo, on their way there afterwards.
 
         Called before long work is queued on the current stream, so that the copy does not wait for it.
+
+        Args:
+            rows: `[B, W-1, D]` of any type, any strides.
+
+        Returns:
+            The same shape and type, contiguous.
         """
         if not self.needs_staging(rows.device):
             return rows.contiguous()
@@ -91,6 +101,9 @@ class Neighbours:
             to_right: the direction.
             receive: a contiguous tensor that tells shape and type and, unless staged, takes the rows; or None.
             device: where the rows are needed.
+
+        Raises:
+            CommunicationError: the group's backend refuses, or finds a neighbour gone.
         """
         message = Message([], receive, None, [])
         operations, said = [], []
@@ -118,8 +131,12 @@ class Neighbours:
     def wait(self, message: Message) -> Tensor | None:
         """Wait until the rows are there (on NCCL: let the current stream wait), and return them.
 
+        Returns:
+            `receive` of `start`, filled; None if nothing was to come.
+
         Raises:
-            CommunicationError: a neighbour is gone, or silent for longer than the group's timeout.
+            CommunicationError: gloo finds a neighbour gone, or silent for longer than the group's timeout. NCCL says so
+                to its watchdog instead, which ends the process.
         """
         for said, work in message.works:
             with self.named(said):
@@ -141,12 +158,49 @@ class Neighbours:
     def _backend(self, device: torch.device) -> Any:
         return self.group._get_backend(device)
 
-    def any_device(self) -> torch.device:
-        """A device whose tensors the group can carry: the CPU if it can, else the current GPU."""
+    @property
+    def host_takes_part(self) -> bool:
+        """Whether hosts wait for each other in every exchange: the group is gloo's, or carries host memory alone."""
         try:
             self._backend(torch.device("cpu"))
         except RuntimeError:
-            return torch.device("cuda", torch.cuda.current_device())
+            return False
+        try:
+            return bool(self._backend(torch.device("cuda")).name() == "gloo")
+        except RuntimeError:
+            return True
+
+    def check_device(self, x: Tensor) -> None:
+        """Whether the group can carry rows of x `[B, T, D]`.
+
+        Raises:
+            ContractError: it has no backend for the device of x.
+        """
+        try:
+            self._backend(x.device)
+        except RuntimeError:
+            device = self.any_device()
+            raise ContractError(
+                "x",
+                got=f"device {x.device} with a process group of {self._backend(device).name()}",
+                wanted=f"a {device.type} tensor, which the group can carry",
+                remedy=f"move x to this rank's {device.type} device, or give a group of gloo",
+            ) from None
+
+    def any_device(self, near: torch.device | None = None) -> torch.device:
+        """A device whose tensors the group can carry: the CPU if it can, else a GPU.
+
+        Args:
+            near: the GPU to take if it is one, since the current one need not be this rank's; without it the group's
+                own, or the current one.
+        """
+        try:
+            self._backend(torch.device("cpu"))
+        except RuntimeError:
+            if near is not None and near.type == "cuda":
+                return near
+            bound: torch.device | None = self.group.bound_device_id
+            return torch.device("cuda", torch.cuda.current_device()) if bound is None else bound
         return torch.device("cpu")
 
     def timeout(self) -> timedelta | None:
@@ -154,7 +208,11 @@ class Neighbours:
         return getattr(getattr(self._backend(self.any_device()), "options", None), "_timeout", None)
 
     def named(self, doing: str) -> AbstractContextManager[None]:
-        """Turn an error of the communication library into one that says what this rank did, and for how long."""
+        """Turn an error of the communication library into one that says what this rank did, and for how long.
+
+        Raises:
+            CommunicationError: in place of a RuntimeError or ValueError from inside the context.
+        """
         return _named(self, doing)
 
 

@@ -7,13 +7,16 @@ a kernel where the `cuda` or `host` backend serves the device; elsewhere it is t
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from serving_conv.backends import choose_backend
 from serving_conv.contract import FLOAT_TYPES, prefill_workspace_size
+from serving_conv.faults import fault_flag
 from serving_conv.native import cuda, host
 from serving_conv.native.backward import BackwardBuffers
 from serving_conv.training import reference
@@ -21,6 +24,11 @@ from serving_conv.training import reference
 __all__ = ["convolve", "gradients"]
 
 _BACKWARD_KERNELS = {"cuda": cuda.run_backward, "host": host.run_backward}
+_PADDING = -1
+_LARGEST = 2**31 - 1
+
+_Metadata: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""Offsets (with packing only the one behind the last sequence), slots and flags."""
 
 
 def _by_kernel(x: Tensor) -> bool:
@@ -40,16 +48,22 @@ def convolve(
     """The convolution and, if wanted, the final windows.
 
     Args:
-        x: `[B, T, D]`; the kernel reads rows with contiguous channels, anything else is copied once.
-        weight: `[D, W]` contiguous.
-        bias: `[D]` or None.
-        initial: `[N, D, W-1]`, or None for zeros; sequences past the N-th start from zeros.
+        x: `[B, T, D]` bf16, fp16, fp32 or float64; the kernel reads rows with contiguous channels, anything else is
+            copied once.
+        weight: `[D, W]` contiguous, one of the three narrow types, or float64 with x.
+        bias: `[D]`, likewise, or None.
+        initial: `[N, D, W-1]` in the type of x, or None for zeros; sequences past the N-th start from zeros.
         cu_seqlens: int32 `[sequences + 1]` over the B*T rows, or None: every batch is a sequence.
         activation: SiLU unless None.
         want_final: return the last W-1 inputs of each sequence.
 
     Returns:
-        out `[B, T, D]`, zeros in rows past the last offset; `[sequences, D, W-1]` or None.
+        out `[B, T, D]`, zeros in rows before the first and past the last offset; `[sequences, D, W-1]` or None; both
+        in the type of x.
+
+    Raises:
+        BackendError: the backend that `SERVING_CONV_BACKEND` names cannot serve the device.
+        CaptureError: a kernel is not loaded yet and the current stream is capturing.
     """
     batches, rows, channels = x.shape
     if not _by_kernel(x):
@@ -67,9 +81,11 @@ def convolve(
     out = torch.empty((batches, rows, channels), dtype=x.dtype, device=x.device)
     if out.numel():
         ends, slots, flags = _metadata(x.device, sequences, kept, given, rows, total, cu_seqlens is not None)
-        offsets = ends if cu_seqlens is None else torch.cat((cu_seqlens, ends))
+        offsets = ends if cu_seqlens is None else _between_padding(cu_seqlens, ends)
         scratch = prefill_workspace_size(total, slots.shape[0])
-        choose_backend(x.device).prefill(
+        backend = choose_backend(x.device)
+        run = cuda.run_forward if backend.name == "cuda" else backend.prefill
+        run(
             x=_as_rows(x),
             weight=weight,
             conv_state=pool,
@@ -81,7 +97,7 @@ def convolve(
             num_accepted_tokens=None,
             out=out.view(total, channels),
             workspace=torch.empty(scratch, dtype=torch.int32, device=x.device) if scratch else None,
-            pad_slot_id=-1,
+            pad_slot_id=_PADDING,
         )
     return out, pool[:sequences] if want_final else None
 
@@ -94,42 +110,64 @@ def _as_rows(x: Tensor) -> Tensor:
     return x.reshape(batches * rows, channels)
 
 
+def _between_padding(cu_seqlens: Tensor, end: Tensor) -> Tensor:
+    """Offsets with a sequence of padding before the first and behind the last, so that every row has an owner."""
+    # -1 if the first offset is positive, else 0: rows before it are the padding's, and the kernel reports offsets
+    # that do not start at 0, as it does without padding.
+    return torch.cat((cu_seqlens[:1] // -_LARGEST, cu_seqlens, end))
+
+
 def _metadata(
     device: torch.device, sequences: int, kept: int, given: int, rows: int, total: int, packed: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Offsets (with `packed` only the one behind the last sequence), slots and flags.
-
-    A last sequence of padding owns the rows past the last offset, so that they become zeros.
-    """
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+) -> _Metadata:
+    """What the kernel wants to know of the sequences; with `packed` two of padding stand around them."""
+    if device.type != "cuda":
+        return _kept_metadata(device, sequences, kept, given, rows, total, packed)
+    if torch.cuda.is_current_stream_capturing():
         # The graph makes its own each time: nothing may be copied from the host, or kept beyond the graph.
         return _make_metadata(device, sequences, kept, given, rows, total, packed)
-    return _kept_metadata(device, sequences, kept, given, rows, total, packed)
+    found = _kept_metadata(device, sequences, kept, given, rows, total, packed)
+    if torch._C._cuda_getCurrentRawStream(device.index):
+        # They belong to the default stream, which may reuse them once they have had to make room for others.
+        for tensor in found:
+            tensor.record_stream(torch.cuda.current_stream(device))
+    return found
 
 
 @lru_cache(maxsize=256)
 def _kept_metadata(
     device: torch.device, sequences: int, kept: int, given: int, rows: int, total: int, packed: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> _Metadata:
     made = _make_metadata(torch.device("cpu"), sequences, kept, given, rows, total, packed)
-    with torch.inference_mode(False):
+    if device.type == "cpu":
+        return made
+
+    def upload() -> _Metadata:
+        fault_flag(device)  # is kept too, and the kernel is about to ask for it
         # Copies from pageable memory are complete on return, so any stream may use them.
         ends, slots, flags = (t.to(device) for t in made)
         return ends, slots, flags
 
+    # A step that is about to become a graph (torch.compile's reduce-overhead, a MemPool) runs once with a pool of its
+    # own, and what is allocated there is overwritten by replays. Such a pool is bound to the thread and its current
+    # stream: another thread, on the default stream, allocates outside.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(upload).result()
+
 
 def _make_metadata(
     device: torch.device, sequences: int, kept: int, given: int, rows: int, total: int, packed: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> _Metadata:
     with torch.inference_mode(False):
-        number = torch.arange(sequences + 1, dtype=torch.int32, device=device)
-        ends = torch.full((1,), total, dtype=torch.int32, device=device) if packed else number * rows
+        if not packed:
+            number = torch.arange(sequences + 1, dtype=torch.int32, device=device)
+            return number * rows, number[:-1].clamp(max=kept), number[:-1] < given
+        number = torch.arange(-1, sequences + 1, dtype=torch.int32, device=device)
         slots = number.clamp(max=kept)
-        if packed:
-            slots[-1:].fill_(-1)
-        else:
-            slots = slots[:-1]
-        return ends, slots, number[: slots.shape[0]] < given
+        slots[:1].fill_(_PADDING)
+        slots[-1:].fill_(_PADDING)
+        flags = (number >= 0) & (number < given)
+        return torch.full((1,), total, dtype=torch.int32, device=device), slots, flags
 
 
 def _backward_kernel(x: Tensor) -> Callable[..., None] | None:
@@ -152,20 +190,24 @@ def gradients(
     """Gradients of x, weight, bias and initial, those that are `wanted`; arguments else as of `convolve`.
 
     Args:
-        dout: `[B, T, D]`, any strides, 0 included.
-        x: see `convolve`.
+        dout: `[B, T, D]` in the type of x, any strides, 0 included.
+        x: see `convolve`; any strides are read as they are.
         weight: see `convolve`.
         bias: see `convolve`.
         initial: see `convolve`.
         cu_seqlens: see `convolve`.
-        dfinal: `[sequences, D, W-1]`, gradient of the final windows, or None.
+        dfinal: `[sequences, D, W-1]` of any float type, gradient of the final windows, or None.
         activation: see `convolve`.
         deterministic: add the sums for weight and bias in one fixed order.
         wanted: of x, weight, bias, initial.
 
     Returns:
         dx `[B, T, D]`, dweight `[D, W]`, dbias `[D]` in their arguments' types; dinitial `[N, D, W-1]` in fp32
-        (float64 for float64), so that it can travel before it is rounded.
+        (float64 for float64), so that it can travel before it is rounded. None for what is not wanted or not there.
+
+    Raises:
+        BackendError: see `convolve`.
+        CaptureError: see `convolve`.
     """
     run = _backward_kernel(x)
     want_dx, want_dweight, want_dbias, want_dinitial = wanted

@@ -23,7 +23,7 @@ class Gradients:
         dx: `[B, T, D]`, in the type of computation.
         dweight: `[D, W]`, likewise.
         dbias: `[D]`, likewise.
-        dinitial: `[N, D, W-1]`, likewise; N sequences.
+        dinitial: `[sequences, D, W-1]`, likewise.
     """
 
     dx: Tensor
@@ -96,16 +96,16 @@ def forward(
     """The convolution and the final windows.
 
     Args:
-        x: `[B, T, D]`.
-        weight: `[D, W]`.
-        bias: `[D]` or None.
-        initial: `[N, D, W-1]` initial windows, or None; sequences past the N-th start from zeros.
+        x: `[B, T, D]` of any float type.
+        weight: `[D, W]` of any float type.
+        bias: `[D]`, likewise, or None.
+        initial: `[N, D, W-1]` initial windows, likewise, or None; sequences past the N-th start from zeros.
         cu_seqlens: int32 `[sequences + 1]` over all rows, or None: every batch is a sequence.
         activation: SiLU unless None.
 
     Returns:
-        out `[B, T, D]` in the type of x (zeros in rows of no sequence), and the last W-1 inputs of each sequence
-        `[sequences, D, W-1]`.
+        out `[B, T, D]` (zeros in rows of no sequence), and the last W-1 inputs of each sequence
+        `[sequences, D, W-1]`, both in the type of x.
     """
     rows = _rows(x, cu_seqlens)
     windows = _windows(_wide(x, x.dtype), rows, None if initial is None else _wide(initial, x.dtype), weight.shape[1])
@@ -146,14 +146,17 @@ def backward(
     """The gradients of `forward`; arguments as there.
 
     Args:
-        dout: `[B, T, D]`, gradient of the output.
+        dout: `[B, T, D]` of any float type, gradient of the output.
         x: see `forward`.
         weight: see `forward`.
         bias: see `forward`.
         initial: see `forward`.
         cu_seqlens: see `forward`.
-        dfinal: `[N, D, W-1]`, gradient of the final windows, or None.
+        dfinal: `[sequences, D, W-1]` of any float type, gradient of the final windows, or None.
         activation: SiLU unless None.
+
+    Returns:
+        The gradients in float64 if x is, else in float32.
     """
     width = weight.shape[1]
     rows = _rows(x, cu_seqlens)

@@ -33,7 +33,7 @@ def reaches_back(before: Tensor, first: Tensor) -> Tensor:
     """Which of the tokens before a token belong to its run: bool `[K]`.
 
     Args:
-        before: `[K]` numbers of the tokens before it, oldest first.
-        first: `[1]` its own number.
+        before: int32 `[K]`, numbers of the tokens before it, oldest first.
+        first: int32 `[1]`, its own number.
     """
     return (before == first).flip(0).cumprod(0).flip(0).bool()

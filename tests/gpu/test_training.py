@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
 from support.gradients import exact_and_bounds, make_case, worst
+from support.process import python
 from torch import Tensor
 
 import serving_conv
 from serving_conv import causal_conv1d
 from serving_conv.native import cuda, host
 from serving_conv.native.backward import BackwardBuffers
-from serving_conv.training import reference
+from serving_conv.training import kernels, reference
 from serving_conv.training.kernels import gradients
 
 pytestmark = pytest.mark.gpu
@@ -187,6 +188,73 @@ def test_captured_steps_follow_their_buffers() -> None:
             assert got is None or (want is not None and torch.equal(got, want))
 
 
+# A process of its own, since nothing may be kept before. Replays overwrite whatever lies in the graphs' pool.
+_REDUCED_OVERHEAD = """
+import torch
+from serving_conv import causal_conv1d
+from serving_conv.faults import fault_flag
+from serving_conv.training import kernels
+
+torch.use_deterministic_algorithms(True)
+device = torch.empty(0, device="cuda").device
+offsets = torch.tensor([0, 100, 300], dtype=torch.int32, device=device)
+windows = torch.randn(2, 64, 3, device=device).bfloat16()
+taps = torch.randn(64, 4, device=device).bfloat16()
+
+def step(x, weight, **given):
+    return causal_conv1d(x * 2, weight, None, "silu", **given)
+
+fast = torch.compile(step, mode="reduce-overhead", fullgraph=True)
+kinds = [((1, 300, 64), {"cu_seqlens": offsets, "initial_states": windows}), ((2, 150, 64), {})]
+
+def both(run, x, given, dout):
+    torch.compiler.cudagraph_mark_step_begin()
+    leaves = [x.clone().requires_grad_(), taps.clone().requires_grad_()]
+    out = run(*leaves, **given)
+    found = (out, *torch.autograd.grad(out, leaves, dout))
+    return [t.detach().clone() for t in found]
+
+for _ in range(6):
+    for shape, given in kinds:
+        x, dout = (torch.randn(shape, device=device).bfloat16() for _ in range(2))
+        got = both(fast, x, given, dout)
+        want = both(step, x, given, dout)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+assert kernels._kept_metadata.cache_info().misses == 2
+kept = [fault_flag(device), *kernels._kept_metadata(device, 2, 2, 2, 300, 300, True)]
+kept += kernels._kept_metadata(device, 2, 0, 0, 150, 300, False)
+assert kernels._kept_metadata.cache_info().misses == 2, "these are the ones that the steps have used"
+pools = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) != (0, 0)]
+assert pools, "no graph was made"
+for tensor in kept:
+    for segment in pools:
+        begin = segment["address"]
+        assert not begin <= tensor.data_ptr() < begin + segment["total_size"], "in a graph's pool"
+"""
+
+
+def test_what_is_kept_lies_outside_the_pools_of_graphs() -> None:
+    done = python(_REDUCED_OVERHEAD)
+    assert done.returncode == 0, done.stderr[-5000:]
+
+
+def test_what_is_kept_outlives_its_place_on_another_stream() -> None:
+    x, weight = torch.randn(1, 64, 64, device="cuda").bfloat16(), torch.randn(64, 4, device="cuda").bfloat16()
+    kernels._kept_metadata.cache_clear()
+    want = causal_conv1d(x, weight, None, "silu")
+    kernels._kept_metadata.cache_clear()
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)
+        got = causal_conv1d(x, weight, None, "silu")
+    kernels._kept_metadata.cache_clear()
+    # What would get the freed places, and overwrite them while the other stream still sleeps.
+    others = [torch.full((2,), 1 << 20, dtype=torch.int32, device="cuda") for _ in range(64)]
+    torch.cuda.synchronize()
+    assert torch.equal(got, want) and len(others) == 64
+
+
 def test_rows_beyond_4_gib() -> None:
     pitch, rows, channels = 36_864, 60_000, 64
     x, dout = (
@@ -274,6 +342,38 @@ def test_ranks_agree_with_one_device(backend: str) -> None:
         torch.testing.assert_close(torch.cat([part[1] for part in parts], 1), dx.cpu(), rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(sum(part[2] for part in parts), dweight.cpu(), rtol=1e-5, atol=1e-4)
         torch.testing.assert_close(sum(part[3] for part in parts), dbias.cpu(), rtol=1e-5, atol=1e-4)
+
+
+def _with_x_on_the_cpu(rank: int, size: int, file: str, backend: str, queue: Any) -> None:
+    device = torch.device("cuda", rank if backend == "nccl" else 0)
+    torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend, init_method=f"file://{file}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+    )
+    _on_rank(rank, size, *SHARDS[0])  # on which all agree
+    queue.put((rank, _said(torch.device("cpu") if rank == 1 else device) if backend == "gloo" or rank == 1 else ""))
+    # What a NCCL group's other rank would do is wait for its watchdog.
+    os._exit(0) if backend == "nccl" else dist.destroy_process_group()
+
+
+def _said(device: torch.device) -> str:
+    x, weight = torch.randn(1, 8, 64, device=device), torch.randn(64, 4, device=device)
+    try:
+        serving_conv.causal_conv1d_cp(x, weight, None, "silu", dist.group.WORLD)
+    except serving_conv.ContractError as error:
+        return str(error)
+    return "no error"
+
+
+def test_one_rank_with_its_x_on_the_cpu() -> None:
+    for said in _spawn(_with_x_on_the_cpu, 2, "gloo").values():
+        assert "device of x" in said
+
+
+def test_nccl_cannot_carry_an_x_on_the_cpu() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"NCCL wants a device a rank: {torch.cuda.device_count()} here, 2 wanted")
+    assert "nccl" in _spawn(_with_x_on_the_cpu, 2, "nccl")[1]
 
 
 def _spawn(function: Callable[..., None], size: int, backend: str) -> dict[int, Any]:

@@ -27,7 +27,7 @@ class Loaded:
     def __init__(self, variant: Any) -> None:
         self.variant = variant
 
-    def launch(self, parameters: bytes, grid: tuple[int, int, int], stream: int) -> None:
+    def launch(self, parameters: bytes, grid: tuple[int, int, int], stream: int, *, dependent: bool) -> None:
         self.launches.append((self.variant, parameters, grid, stream))
 
     def launch_step(self, step: Any, tensors: struct.Struct, addresses: list[int], stream: int) -> None:

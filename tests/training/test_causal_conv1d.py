@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from support.gradients import exact_and_bounds, make_case, worst
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.autograd import gradcheck
 from torch.utils.checkpoint import checkpoint
 
 import serving_conv
-from serving_conv import ContractError, causal_conv1d
-from serving_conv.training import reference
+from serving_conv import ContractError, backends, causal_conv1d
+from serving_conv.training import kernels, reference
 from serving_conv.training.sequences import offsets_of
 
 SEQ_IDX = [[0, 0, 1, 1, 1, 5, 0, 0, 0]]  # a number that comes again begins another sequence
@@ -214,6 +217,37 @@ def test_rows_past_the_last_offset_are_zeros() -> None:
     assert x.grad is not None and not x.grad[:, 4:].any()
 
 
+@pytest.mark.parametrize("backend", ["reference", "host"])
+@pytest.mark.parametrize("offsets", [[3, 4, 9], [1, 9], [9, 9], [25, 30], [0, 5, 9], [-2, 4, 9]], ids=str)
+def test_rows_before_the_first_offset_are_zeros(
+    offsets: list[int], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu = torch.device("cpu")
+    chosen = next(each for each in backends._BACKENDS if each.name == backend)
+    monkeypatch.setitem(backends._chosen, cpu, chosen)
+    rows, begin, width = 31, min(max(offsets[0], 0), 31), 4
+    x, weight = leaf(1, rows, 8, dtype=torch.float32), leaf(8, width, dtype=torch.float32)
+    x.data[:, :begin] = float("nan")
+    plain = torch.empty
+    # Memory that nobody has written to, made visible.
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: plain(*a, **k).fill_(float("nan") if "dtype" in k else 0))
+    serving_conv.clear_device_fault()
+    out = causal_conv1d(x, weight, None, "silu", cu_seqlens=torch.tensor(offsets, dtype=torch.int32))
+    assert bool(out.isfinite().all()) and not out[:, :begin].any()
+    fault = serving_conv.DeviceFault.OFFSETS if offsets[0] else serving_conv.DeviceFault.NONE
+    assert serving_conv.device_fault() == fault
+    (dx,) = torch.autograd.grad(out.sum(), x)
+    assert bool(dx.isfinite().all()) and not dx[:, :begin].any()
+    last = min(offsets[-1], rows)
+    if offsets[0] >= 0 and last > begin:
+        shifted = torch.tensor(offsets, dtype=torch.int32) - begin
+        owned = x.detach()[:, begin:last].clone().requires_grad_()
+        same = causal_conv1d(owned, weight, None, "silu", cu_seqlens=shifted)
+        assert torch.equal(out[:, begin:last], same)
+        torch.testing.assert_close(dx[:, begin:last], torch.autograd.grad(same.sum(), owned)[0])
+    serving_conv.clear_device_fault()
+
+
 def test_only_the_gradients_that_are_needed() -> None:
     x, weight, bias = leaf(1, 5, 3), leaf(3, 4), leaf(3)
     for wanted in (x, weight, bias):
@@ -378,6 +412,37 @@ def test_a_second_derivative_is_refused() -> None:
         gradient.square().sum().backward()
 
 
+@pytest.mark.parametrize("how", ["fake", "compiled", "inside a compiled function"])
+def test_a_second_derivative_is_refused_by_the_operator(how: str) -> None:
+    def gradient(x: Tensor, weight: Tensor) -> Tensor:
+        out = causal_conv1d(x, weight, None, "silu")
+        (found,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return found
+
+    if how == "inside a compiled function":
+        gradient = torch.compile(gradient, backend="eager")
+    elif how == "compiled":
+        fast = torch.compile(causal_conv1d, fullgraph=True, backend="eager")
+
+        def gradient(x: Tensor, weight: Tensor) -> Tensor:
+            (found,) = torch.autograd.grad(fast(x, weight, None, "silu").sum(), x, create_graph=True)
+            return found
+
+    with FakeTensorMode() if how == "fake" else nullcontext():
+        x, weight = leaf(1, 5, 3, dtype=torch.float32), leaf(3, 4, dtype=torch.float32)
+        with pytest.raises(serving_conv.BackendError, match="first derivatives"):
+            gradient(x, weight).square().sum().backward()
+
+
+def test_a_second_derivative_of_a_compiled_backward_is_an_error() -> None:
+    # There torch itself refuses, before this package is asked.
+    x, weight = leaf(1, 5, 3, dtype=torch.float32), leaf(3, 4, dtype=torch.float32)
+    out = torch.compile(causal_conv1d, fullgraph=True, backend="aot_eager")(x, weight, None, "silu")
+    (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward"):
+        gradient.square().sum().backward()
+
+
 def test_more_initial_windows_than_sequences() -> None:
     x, weight, windows = leaf(1, 2, 3), leaf(3, 4), leaf(3, 3, 3)
     numbers = torch.tensor([[0, 1]], dtype=torch.int32)
@@ -389,3 +454,18 @@ def test_final_windows_have_the_same_strides_in_every_type() -> None:
     for dtype in (torch.float32, torch.float64):
         _, final = causal_conv1d(leaf(2, 5, 3, dtype=dtype), leaf(3, 4, dtype=dtype), return_final_states=True)
         assert final.stride() == (9, 1, 3)
+
+
+def test_what_is_kept_is_allocated_on_a_thread_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    # There no pool of a graph in the making takes it; tests/gpu has the pools.
+    seen: list[bool] = []
+    here, to = threading.get_ident(), Tensor.to
+
+    def watched(tensor: Tensor, *arguments: Any) -> Tensor:
+        seen.append(threading.get_ident() == here)
+        return to(tensor, *arguments)
+
+    monkeypatch.setattr(Tensor, "to", watched)
+    monkeypatch.setattr(kernels, "fault_flag", lambda _: seen.append(threading.get_ident() == here))
+    kernels._kept_metadata.__wrapped__(torch.device("meta"), 2, 0, 0, 5, 5, True)
+    assert seen == [False] * 4

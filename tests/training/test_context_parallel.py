@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.gradients import Case, exact_and_bounds, worst
+from support.rank_calls import (
+    agree_after_another_start,
+    agree_in_turn,
+    agree_with_tensors_elsewhere,
+    differentiate_twice,
+    in_parts,
+    shapes_on_one_rank,
+    under_any_order_of_blocks,
+)
 from support.ranks import RankError, Ranks
 from support.shards import (
     Problem,
@@ -25,6 +35,10 @@ from support.shards import (
     under_autocast,
     wrong_call,
 )
+
+import serving_conv
+from serving_conv.training import agreement
+from serving_conv.training.halo import Neighbours
 
 Groups = Callable[[int], Ranks]
 
@@ -160,11 +174,25 @@ def test_documents_are_isolated(rows: int, ranks: Groups) -> None:
 # --- reproducibility, memory, compilers -------------------------------------------------------------------------
 
 
-def test_twenty_repeats_are_the_same_bits(ranks: Groups) -> None:
-    given = problem([7] * 4, documents=[6, 9, 13], dtype=torch.float32)
-    for answers in ranks(4).call(on_rank, given, 20, True):
+@pytest.fixture(scope="module")
+def kernel_ranks() -> Iterator[Ranks]:
+    """Two processes that run the kernels' source, compiled for the CPU."""
+    group = Ranks(2, SERVING_CONV_BACKEND="host")
+    yield group
+    group.close()
+
+
+def test_twenty_repeats_are_the_same_bits(kernel_ranks: Ranks) -> None:
+    given = problem([65, 65], documents=[60, 30, 40], dtype=torch.float32, activation=None)
+    # Magnitudes far apart, so that another order shows; the fast sum must then differ, or this test proves nothing.
+    given["dout"] *= torch.logspace(-6, 6, 130)[torch.randperm(130)][None, :, None]
+    for answers in kernel_ranks.call(under_any_order_of_blocks, given, 20, True):
         for again in answers[1:]:
             assert all(torch.equal(again[name], answers[0][name]) for name in again)
+    for first, turned in kernel_ranks.call(under_any_order_of_blocks, given, 2, False):
+        assert torch.equal(first["out"], turned["out"]) and torch.equal(first["dx"], turned["dx"])
+        assert not torch.equal(first["dweight"], turned["dweight"])
+        assert not torch.equal(first["dbias"], turned["dbias"])
 
 
 def test_activation_checkpointing_gives_the_same_bits(ranks: Groups) -> None:
@@ -183,6 +211,32 @@ def test_compiled_without_a_break(ranks: Groups) -> None:
     given = problem([5, 4], documents=None, dtype=torch.float32)
     for plain, fast in ranks(2).call(compiled, given):
         assert all(torch.equal(plain[name], fast[name]) for name in plain)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("parts", [[[1, 3], [0, 2]], [[1, 2, 3], [0]]], ids=str)
+def test_parts_of_the_processes(parts: list[list[int]], compiled: bool, ranks: Groups) -> None:
+    # Ranks of a part count from 0, and lie apart; each part has its own problem, and all run at once.
+    problems = []
+    for number, members in enumerate(parts):
+        documents = [7, 2, 5 * len(members) - 9] if number == 0 else None
+        problems.append(problem([5] * len(members), documents=documents, seed=number))
+    answers = ranks(4).call(in_parts, parts, problems, compiled)
+    for members, given in zip(parts, problems, strict=True):
+        got, want = joined([answers[rank] for rank in members]), on_one_device(given)
+        for name in want:
+            torch.testing.assert_close(got[name], want[name], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("how", ["fake", "compiled"])
+def test_a_second_derivative_is_refused_by_the_operator(how: str, ranks: Groups) -> None:
+    for answer in ranks(2).try_call(differentiate_twice, how):
+        assert isinstance(answer, RankError)
+        assert "BackendError" in answer.kind and "first derivatives" in answer.text
+
+
+def test_a_fake_call_waits_for_nobody(ranks: Groups) -> None:
+    assert ranks(2).call(shapes_on_one_rank)[1] == [1, 5, 3]
 
 
 # --- errors -----------------------------------------------------------------------------------------------------
@@ -219,6 +273,70 @@ def test_calls_that_differ_are_an_error_on_every_rank(what: str, ranks: Groups) 
     for answer in ranks(3).try_call(wrong_call, what, 1):
         assert isinstance(answer, RankError)
         assert "ValueError" in answer.kind and "every rank" in answer.text
+
+
+def test_a_failed_agreement_is_none(ranks: Groups) -> None:
+    answers = ranks(3).call(agree_in_turn)
+    for rank, (differ, second, good, later) in enumerate(answers):
+        assert "batches that differ" in differ and "[1, 2, 1]" in differ
+        assert ("mine" if rank == 1 else "on rank 1") in second
+        assert good == "agreed"
+        # Once all have agreed, only the rank itself sees its error.
+        assert ("mine" in later) if rank == 1 else (later == "agreed")
+
+
+def test_a_rank_whose_tensors_lie_elsewhere_is_an_error_and_no_deadlock() -> None:
+    group = Ranks(3, timeout=10.0)
+    try:
+        for good, elsewhere in group.call(agree_with_tensors_elsewhere):
+            assert good == "agreed" and "device of x" in elsewhere
+    finally:
+        group.close()
+
+
+def test_a_new_group_of_an_old_name_has_not_agreed(tmp_path: Path) -> None:
+    group = Ranks(2, timeout=60.0)
+    try:
+        answers = group.call(agree_after_another_start, str(tmp_path / "again"))
+        assert [good for good, _ in answers] == ["agreed"] * 2
+        assert "on rank 1" in answers[0][1] and "mine" in answers[1][1]
+    finally:
+        group.close()
+
+
+class OfGpus:
+    """A process group that carries tensors of GPUs alone, as NCCL's do."""
+
+    group_name = "gpus"
+    bound_device_id = torch.device("cuda", 2)
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 2
+
+    def name(self) -> str:
+        return "nccl"
+
+    def _get_backend(self, device: torch.device) -> OfGpus:
+        if device.type != "cuda":
+            raise RuntimeError(f"No backend type associated with device type {device.type}")
+        return self
+
+
+def test_a_group_that_cannot_carry_x() -> None:
+    group: Any = OfGpus()
+    neighbours = Neighbours(group)
+    assert not neighbours.host_takes_part
+    assert neighbours.any_device(torch.device("cuda", 1)) == torch.device("cuda", 1), "where x is"
+    assert neighbours.any_device(torch.device("cpu")) == torch.device("cuda", 2), "the group's own"
+    agreement._agreed.add(group)  # so that nothing is exchanged
+    with pytest.raises(serving_conv.ContractError) as caught:
+        serving_conv.causal_conv1d_cp(torch.randn(1, 4, 6), torch.randn(6, 4), None, "silu", group)
+    assert caught.value.argument == "x"
+    for said in ("device cpu", "nccl", "cuda tensor", "move x"):
+        assert said in str(caught.value)
 
 
 @pytest.mark.parametrize("how", [leave, leave_without_a_word, sleep], ids=lambda how: how.__name__)

@@ -204,7 +204,7 @@ def _ratios(model: str, kind: str, stock: dict[str, Any], plugin: dict[str, Any]
             "conv_speedup": theirs["conv_us"] / ours["conv_us"],
             "kernel_ratio": ours["kernel_us"] / theirs["kernel_us"],
             "wall_ratio": ours["wall_ms"] / theirs["wall_ms"],
-            "host_ratio": ours["conv_host_us"] / theirs["conv_host_us"] if "conv_host_us" in ours else None,
+            "host_ratio": ours["conv_host_us"] / ours["conv_host_stock_us"] if "conv_host_us" in ours else None,
         }
 
 

@@ -24,12 +24,14 @@ DEVICE Sequence judge(const Parameters &p, int begin, int end, int slot, bool ha
   s.has_history = has_history;
   s.window_start = accepted > 0 ? accepted - 1 : 0;
   s.fault = 0;
-  const bool bad_offsets = !ONE_ROW_EACH && (s.begin < 0 || s.end < s.begin || s.end > p.rows);
+  const bool backwards = !ONE_ROW_EACH && s.end < s.begin;
+  const bool bad_offsets = backwards || (!ONE_ROW_EACH && (s.begin < 0 || s.end > p.rows));
   const bool bad_slot = s.slot < 0 || s.slot >= p.slot_count;
   const bool bad_count = accepted < 1 || accepted > p.positions - WIDTH + 2;
   const bool padding = s.slot == p.pad_slot_id, empty = s.begin == s.end;
   s.live = !(padding | bad_offsets | empty | bad_slot | bad_count);
-  if (!padding & !s.live)
+  // Padding may carry anything but offsets that go backwards, which lead a search for the owner of a row astray.
+  if ((!padding | backwards) & !s.live)
     s.fault = bad_offsets ? FAULT_OFFSETS : empty ? 0 : bad_slot ? FAULT_SLOT : FAULT_ACCEPTED_COUNT;
   return s;
 }

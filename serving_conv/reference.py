@@ -186,8 +186,8 @@ def _classify(
 ) -> _Sequences:
     """Sort the sequences into live, empty, padding and faulty, in the order every kernel must use.
 
-    Padding comes first (what else it carries is never looked at), then offsets, then emptiness (an empty sequence
-    touches nothing, so its slot does not matter), then slot and count.
+    Padding comes first (what else it carries is never looked at, but for offsets that go backwards), then offsets,
+    then emptiness (an empty sequence touches nothing, so its slot does not matter), then slot and count.
     """
     if cu_seqlens is None:
         begin = torch.arange(slots.shape[0], device=slots.device)
@@ -203,7 +203,7 @@ def _classify(
         bad_count = torch.zeros_like(padding)
     else:
         bad_count = (num_accepted_tokens < 1) | (num_accepted_tokens > largest_count)
-    _raise_flag(flag, DeviceFault.OFFSETS, bad_offsets & ~padding)
+    _raise_flag(flag, DeviceFault.OFFSETS, (bad_offsets & ~padding) | (end < begin))
     touched = ~padding & ~bad_offsets & ~empty
     _raise_flag(flag, DeviceFault.SLOT, bad_slot & touched)
     _raise_flag(flag, DeviceFault.ACCEPTED_COUNT, bad_count & ~bad_slot & touched)

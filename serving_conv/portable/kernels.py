@@ -291,14 +291,15 @@ def _read_sequence(index, mask, of, WIDTH: tl.constexpr, ABSENT_HISTORY: tl.cons
     if of.counts is not None:
         accepted = tl.load(of.counts + index, mask=mask, other=1)
     padding = slot == of.pad_slot_id
-    bad_offsets = (begin < 0) | (end < begin) | (end > of.rows)
+    backwards = end < begin
+    bad_offsets = (begin < 0) | backwards | (end > of.rows)
     empty = begin == end
     bad_slot = (slot < 0) | (slot >= of.slot_count)
     bad_count = (accepted < 1) | (accepted > of.positions - WIDTH + 2)
     live = mask & (padding | bad_offsets | empty | bad_slot | bad_count == 0)
     fault = tl.where(bad_slot, FAULT_SLOT, tl.where(bad_count, FAULT_ACCEPTED_COUNT, 0))
     fault = tl.where(bad_offsets, FAULT_OFFSETS, tl.where(empty, 0, fault))
-    fault = tl.where(padding | (mask == 0), 0, fault)
+    fault = tl.where((padding & (backwards == 0)) | (mask == 0), 0, fault)
     history = live
     if of.flags is not None:
         history = live & (tl.load(of.flags + index, mask=mask, other=0) != 0)

@@ -17,6 +17,7 @@ pytest.importorskip("triton")
     [
         ("test_prefill.py", "test_grid or test_window_is_made or bfloat16-bfloat16", 71),
         ("test_update.py", "test_grid or count or speculative_width_2 or tokens_beyond or bfloat16-bfloat16", 127),
+        ("test_hostile.py", "padding or offsets or garbage", 20),
         # Left to GPUs: what only repeats these, and the drawn mixtures.
         ("test_step_entry.py", "linear or half or eight or bad or hostile or fit", 19),
     ],

@@ -306,16 +306,14 @@ def play(case: Case, device: torch.device, poison: str = "nan", seed: int = 0) -
     assert result.device == device
     assert out is None or result is out.view
     written, stored = torch.from_numpy(expected.written), torch.from_numpy(expected.stored)
-    backwards = (n for n, (before, after) in enumerate(itertools.pairwise(offsets)) if after < before)
-    first_backwards = next(backwards, sequences)
     open_ended = (
         case.entry == PREFILL.entry
-        and any(slot != case.pad_slot_id for slot in slots[first_backwards:])
+        and any(after < before for before, after in itertools.pairwise(offsets))
         and serving_conv.backend_for(x.view) != "reference"
     )
     if open_ended:
-        # The kernels find the owner of a row by search, which offsets that go backwards before the padded tail lead
-        # astray: rows and slots of the call may then be written or not, but nothing else (kernels/README.md).
+        # The kernels find the owner of a row by search, which offsets that go backwards lead astray: rows and slots of
+        # the call may then be written or not, but nothing else (kernels/README.md).
         written = torch.zeros_like(written)
         stored = torch.zeros_like(stored)
         stored[[slot for slot in slots if 0 <= slot < pool_slots], : width - 1] = True

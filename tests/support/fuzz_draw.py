@@ -236,7 +236,7 @@ def interpret(spec: Spec, sizes: Sizes, m: Metadata) -> Meaning:
     truncated = live & drafts & (end - begin > limit)
     fault = np.zeros(sizes.cases, dtype=np.int64)
     for code, where in (
-        (DeviceFault.OFFSETS, bad_offsets & ~padding),
+        (DeviceFault.OFFSETS, (bad_offsets & ~padding) | (end < begin)),
         (DeviceFault.SLOT, bad_slot),
         (DeviceFault.ACCEPTED_COUNT, bad_count),
         (DeviceFault.STATE_TRUNCATED, truncated),

@@ -282,7 +282,7 @@ class Chooser:
     capability: int = 80
 
     def config(self, rows: int, sequences: int) -> LaunchConfig:
-        """The launch choice for these sizes."""
+        """The launch choice; an update's depends on the sequences alone, another's on the rows."""
         simple_state = self.traits.layout == CHANNELS_CONTIGUOUS
         if self.kernel == "conv_update":
             return choose_update(

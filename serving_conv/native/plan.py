@@ -177,28 +177,37 @@ class Plan:
         arguments: the operator's, by name, complete with the result.
         launch: what the full path makes of them.
 
+    Attributes:
+        device_index: of the tensors.
+        fixed: so many of the tensors given belong to the layer; they come first, the pool last among them.
+        allocates: no `out` is given; else `in_place` says whether it is `x`, `may_be_x` whether it may be the same
+            view as x, and `private_out` whether its storage must be its own.
+        has_workspace: the last of the tensors is one.
+        pack: packs addresses, and skips absent tensors.
+        steps: what combinations of sizes need.
+
     Raises:
         CaptureError: its kernel is not loaded and the current stream is capturing.
         BackendError: its kernel cannot be compiled.
     """
 
     __slots__ = (
-        "_allocates",
         "_chooser",
         "_constant",
-        "_device_index",
-        "_empty_as",
         "_extents",
-        "_fixed",
-        "_has_workspace",
-        "_in_place",
         "_kernels",
-        "_may_be_x",
-        "_pack",
-        "_private_out",
         "_rules",
         "_sequences_from",
-        "_steps",
+        "_updates",
+        "allocates",
+        "device_index",
+        "fixed",
+        "has_workspace",
+        "in_place",
+        "may_be_x",
+        "pack",
+        "private_out",
+        "steps",
     )
 
     def __init__(
@@ -207,19 +216,19 @@ class Plan:
         x, out = arguments["x"], arguments["out"]
         self._chooser = launch.chooser
         self._constant = launch.parameters[TENSORS.size : -STEP_SIZES.size]
-        self._kernels: dict[tuple[LaunchConfig, bool], Kernel] = {}
-        self._device_index: int = x.device.index
-        self._empty_as = torch.preserve_format if form.transposed else torch.contiguous_format
-        self._allocates, self._in_place = tensors[_OUT] is None, tensors[_OUT] is tensors[_X]
-        self._private_out = entry is not UPDATE and not self._allocates
-        self._may_be_x = entry is UPDATE and not self._in_place and out.stride() == x.stride()
+        self._kernels: dict[tuple[int, int, bool], tuple[Kernel, LaunchConfig]] = {}
+        self._updates = entry is UPDATE
+        self.device_index: int = x.device.index
+        self.allocates, self.in_place = tensors[_OUT] is None, tensors[_OUT] is tensors[_X]
+        self.private_out = entry is not UPDATE and not self.allocates
+        self.may_be_x = entry is UPDATE and not self.in_place and out.stride() == x.stride()
 
         names = tensor_names(entry)
         given = [place for place, tensor in enumerate(tensors) if tensor is not None]
-        if self._in_place:
+        if self.in_place:
             given.remove(_OUT)
-        self._fixed = sum(place < _FIXED for place in given)  # so many come first
-        varying = given[self._fixed :]
+        self.fixed = sum(place < _FIXED for place in given)  # so many come first
+        varying = given[self.fixed :]
         packed = arguments["cu_seqlens"] is not None
         rules = {p: _rule(form, p, names[p], tensors[p], packed=packed) for p in varying}  # type: ignore[arg-type]
         self._rules = tuple(rules.values())
@@ -228,12 +237,12 @@ class Plan:
         # Of each tensor given, its bytes, or the rule that they follow.
         self._extents = tuple([rules.get(place) or _extent(tensors[place]) for place in given])  # type: ignore[arg-type]
 
-        self._has_workspace = names[given[-1]] == "workspace"
-        passed = {_OUT, *given[: -1 if self._has_workspace else None]}
+        self.has_workspace = names[given[-1]] == "workspace"
+        passed = {_OUT, *given[: -1 if self.has_workspace else None]}
         places = range(TENSORS.size // 8)
-        self._pack = struct.Struct("<" + "".join("Q" if place in passed else "8x" for place in places))
-        self._steps: dict[tuple[int, ...], StepLaunch] = {}
-        self._step(tuple([tensors[place].numel() for place in varying]))  # type: ignore[union-attr]
+        self.pack = struct.Struct("<" + "".join("Q" if place in passed else "8x" for place in places))
+        self.steps: dict[tuple[int, ...], StepLaunch] = {}
+        self.step(tuple([tensors[place].numel() for place in varying]))  # type: ignore[union-attr]
 
     @staticmethod
     def possible(arguments: dict[str, Any]) -> bool:
@@ -256,63 +265,7 @@ class Plan:
             )
         )
 
-    def run(self, given: list[Tensor]) -> Tensor | None:
-        """Make the call; None, and nothing launched, if it needs the full checks.
-
-        Args:
-            given: the tensors that are not absent, in order; without `out` if that is `x`.
-
-        Raises:
-            CaptureError: sizes choose a kernel that is not loaded, and the current stream is capturing.
-            BackendError: they choose one that cannot be compiled.
-        """
-        device, fixed = self._device_index, self._fixed
-        if device != torch._C._cuda_getDevice():
-            return None
-        numels = tuple([tensor.numel() for tensor in given[fixed:]])
-        step = self._steps.get(numels)
-        if step is None:
-            step = self._step(numels)
-            if step is None:
-                return None
-        extents = step.extents
-        addresses = [tensor.data_ptr() for tensor in given]
-        # The pool, and what is written of the rows, may overlap nothing but themselves; a new output overlaps nothing.
-        place = fixed if self._in_place else fixed + 1
-        state, start, end, overlaps = addresses[fixed - 1], 0, 0, 1
-        state_end = state + extents[fixed - 1]
-        if not self._allocates:
-            start, overlaps = addresses[place], 2
-            end = start + extents[place]
-        for address, extent in zip(addresses, extents, strict=True):
-            if address < state_end and state < address + extent:
-                overlaps -= 1
-            if address < end and start < address + extent:
-                overlaps -= 1
-        if overlaps and not (overlaps == -1 and self._may_be_x and addresses[fixed] == start):
-            return None
-        if self._allocates:
-            result = torch.empty_like(given[fixed], memory_format=self._empty_as)
-            addresses.insert(place, result.data_ptr())
-        else:
-            result = given[place]
-            if self._in_place:
-                addresses.insert(place, start)
-            if self._private_out and not _has_private_storage(result, extents[place], given):
-                return None
-        if self._has_workspace and not _is_private_workspace(given, addresses, extents):
-            return None
-        together = 0
-        for address in addresses[: fixed + 2]:
-            together |= address
-        if together & 15:  # the widest words do not fit
-            return None
-        if self._has_workspace:  # the kernel takes none
-            del addresses[-1]
-        step.kernel.launch_step(step, self._pack, addresses, torch._C._cuda_getCurrentRawStream(device))
-        return result
-
-    def _step(self, numels: tuple[int, ...]) -> StepLaunch | None:
+    def step(self, numels: tuple[int, ...]) -> StepLaunch | None:
         """What these sizes need, kept; None if they break a rule, or leave nothing to compute."""
         rules = self._rules
         counts = [numel // rule.elements for numel, rule in zip(numels, rules, strict=True)]
@@ -322,16 +275,12 @@ class Plan:
                 checkpoints = count
         if not 0 < rows <= INT32_LIMIT or not 0 < sequences <= INT32_LIMIT:
             return None
-        wanted = (rows, sequences, checkpoints, prefill_workspace_size(rows, sequences) if self._has_workspace else 0)
+        wanted = (rows, sequences, checkpoints, prefill_workspace_size(rows, sequences) if self.has_workspace else 0)
         for count, rule in zip(counts, rules, strict=True):
             spare = count - wanted[rule.of] - rule.more
             if spare < 0 or (spare > 0 and not rule.longer):
                 return None
-        config = self._chooser.config(rows, sequences)
-        kernel = self._kernels.get((config, checkpoints > 0))
-        if kernel is None:
-            variant = self._chooser.variant(config, checkpoints=checkpoints > 0)
-            kernel = self._kernels[config, checkpoints > 0] = load_variant(variant, self._device_index)
+        kernel, config = self._kernel(rows, sequences, checkpoints > 0)
         by_rule = iter(counts)
         step = StepLaunch(
             kernel,
@@ -344,10 +293,28 @@ class Plan:
                 ]
             ),
         )
-        if len(self._steps) >= _MOST_SIZES:
-            self._steps.clear()
-        self._steps[numels] = step
+        if len(self.steps) >= _MOST_SIZES:
+            self.steps.clear()
+        self.steps[numels] = step
         return step
+
+    def _kernel(self, rows: int, sequences: int, checkpoints: bool) -> tuple[Kernel, LaunchConfig]:
+        """The launch choice for these sizes and its kernel, remembered for all sizes with the same first four bits.
+
+        Unless the choice changes among those; it does so at few sizes, and never to and fro.
+        """
+        size, chooser = sequences if self._updates else rows, self._chooser
+        shift = max(0, size.bit_length() - 4)
+        key = (size >> shift, shift, checkpoints)
+        found = self._kernels.get(key)
+        if found is None:
+            low, high = key[0] << shift, ((key[0] + 1) << shift) - 1
+            config = chooser.config(rows, sequences)
+            variant = chooser.variant(config, checkpoints=checkpoints)
+            found = load_variant(variant, self.device_index), config
+            if chooser.config(low, low) == chooser.config(high, high):
+                self._kernels[key] = found
+        return found
 
 
 def _prepare(entry: Entry, arguments: dict[str, Any]) -> ForwardLaunch | None:
@@ -421,36 +388,94 @@ class Plans:
         self._table: dict[tuple[Any, ...], Plan] = {}
 
     def run(self, tensors: Tensors, activation: object, pad_slot_id: object) -> Tensor | None:
-        """Make the call if a plan for it is known; None, and nothing launched, otherwise. Raises as `Plan.run` does.
+        """Make the call if a plan for it is known; None, and nothing launched, if it needs the full checks.
 
         Not to be called while a compiler traces.
+
+        Raises:
+            CaptureError: sizes choose a kernel that is not loaded, and the current stream is capturing.
+            BackendError: they choose one that cannot be compiled.
         """
         given = [tensor for tensor in tensors if tensor is not None]
         in_place = tensors[_OUT] is tensors[_X]
         if in_place:
             del given[_OUT if tensors[_BIAS] is not None else _OUT - 1]
-        for guards, number, absent, its_in_place, its_activation, its_pad_slot_id, plan in self._recent:
+        plan: Plan | None = None
+        for guards, number, absent, its_in_place, its_activation, its_pad_slot_id, its_plan in self._recent:
             # Types where it is not the same object: 1, 1.0 and True are equal.
             if (
                 number == len(given)
                 and in_place is its_in_place
                 and (pad_slot_id is its_pad_slot_id or (type(pad_slot_id) is int and pad_slot_id == its_pad_slot_id))
                 and (activation is its_activation or (type(activation) is str and activation == its_activation))
+                and guards.check(*given)
             ):
                 for place in absent:
                     if tensors[place] is not None:
                         break
                 else:
-                    if guards.check(*given):
-                        return plan.run(given)
+                    plan = its_plan
+                    break
+        if plan is None:
+            plan = self._find(tensors, activation, pad_slot_id)
+            if plan is None:
+                return None
+
+        device, fixed = plan.device_index, plan.fixed
+        if device != torch._C._cuda_getDevice():
+            return None
+        numels = tuple([tensor.numel() for tensor in given[fixed:]])
+        step = plan.steps.get(numels)
+        if step is None:
+            step = plan.step(numels)
+            if step is None:
+                return None
+        extents = step.extents
+        addresses = [tensor.data_ptr() for tensor in given]
+        # The pool, and what is written of the rows, may overlap nothing but themselves; a new output overlaps nothing.
+        place = fixed if in_place else fixed + 1
+        state, start, end, overlaps = addresses[fixed - 1], 0, 0, 1
+        state_end = state + extents[fixed - 1]
+        if not plan.allocates:
+            start, overlaps = addresses[place], 2
+            end = start + extents[place]
+        for number, address in enumerate(addresses):
+            if address < state_end and state < address + extents[number]:
+                overlaps -= 1
+            if address < end and start < address + extents[number]:
+                overlaps -= 1
+        if overlaps and not (overlaps == -1 and plan.may_be_x and addresses[fixed] == start):
+            return None
+        if plan.allocates:
+            result = torch.empty_like(given[fixed])  # dense in the same order, and so contiguous for the operator
+            addresses.insert(place, result.data_ptr())
+        else:
+            result = given[place]
+            if in_place:
+                addresses.insert(place, start)
+            if plan.private_out and not _has_private_storage(result, extents[place], given):
+                return None
+        if plan.has_workspace:
+            if not _is_private_workspace(given, addresses, extents):
+                return None
+            del addresses[-1]  # the kernel takes none
+        together = 0
+        for address in addresses[: fixed + 2]:
+            together |= address
+        if together & 15:  # the widest words do not fit
+            return None
+        step.kernel.launch_step(step, plan.pack, addresses, torch._C._cuda_getCurrentRawStream(device))
+        return result
+
+    def _find(self, tensors: Tensors, activation: object, pad_slot_id: object) -> Plan | None:
+        """The plan in the table, which becomes the most recent one."""
         if needs_dispatch(tensors[_X]):
             return None
         key = _signature(self._form, tensors, activation, pad_slot_id)
-        plan_of_table = None if key is None else self._table.get(key)
-        if plan_of_table is None:
-            return None
-        self._remember(tensors, key, plan_of_table)
-        return plan_of_table.run(given)
+        plan = None if key is None else self._table.get(key)
+        if plan is not None:
+            self._remember(tensors, key, plan)
+        return plan
 
     def add(self, tensors: Tensors, activation: object, pad_slot_id: object, arguments: dict[str, Any]) -> None:
         """Keep a plan of a call that was checked and made.

@@ -18,19 +18,7 @@ from torch import Tensor
 from serving_conv.contract import PREFILL, UPDATE
 from serving_conv.errors import CaptureError
 from serving_conv.native import plan as plans_module
-from serving_conv.native.plan import Plan, Plans, tensor_names
-
-
-class Recorded:
-    """Stands for a plan, which needs a device; says that it was asked."""
-
-    def __init__(self, entry: Any, form: Any, tensors: Any, arguments: Any, launch: Any) -> None:
-        self.tensors = tensors
-
-    def run(self, tensors: tuple[Tensor | None, ...]) -> Tensor:
-        return torch.tensor(1.0)
-
-    possible = staticmethod(Plan.possible)
+from serving_conv.native.plan import Plans, tensor_names
 
 
 def call() -> dict[str, Any]:
@@ -51,15 +39,20 @@ def tensors_of(arguments: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(arguments["slots" if name == "state_indices" else name] for name in tensor_names(UPDATE))
 
 
+def whole(arguments: dict[str, Any], out: Tensor | None = None) -> dict[str, Any]:
+    """The operator's arguments, complete."""
+    named = {"state_indices" if name == "slots" else name: value for name, value in arguments.items()}
+    return named | {"out": torch.empty(3, 8) if out is None else out, "activation": "silu", "pad_slot_id": -1}
+
+
 @pytest.fixture(params=["guards", "table"])
 def plans(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Plans:
-    monkeypatch.setattr(plans_module, "Plan", Recorded)
-    monkeypatch.setattr(plans_module, "_prepare", lambda entry, arguments: entry)
+    pretend(monkeypatch)
     if request.param == "table":
         monkeypatch.setattr(plans_module, "TensorGuards", None)
     plans = Plans(UPDATE)
     arguments = call()
-    plans.add(tensors_of(arguments), "silu", -1, {**arguments, "out": torch.empty(3, 8)})
+    plans.add(tensors_of(arguments), "silu", -1, whole(arguments))
     assert bool(plans._recent) is (request.param == "guards")
     return plans
 
@@ -109,7 +102,7 @@ def test_another_option_is_not_answered(plans: Plans, activation: Any, pad_slot_
 def test_in_place_and_allocating_calls_have_plans_of_their_own(plans: Plans) -> None:
     arguments = call()
     arguments["out"] = arguments["x"]
-    plans.add(tensors_of(arguments), "silu", -1, arguments)
+    plans.add(tensors_of(arguments), "silu", -1, whole(arguments, arguments["out"]))
     assert len(plans._recent) in (0, 2)  # by guards too, though guards refuse one tensor twice
     again = call()
     again["out"] = again["x"]
@@ -121,7 +114,7 @@ def test_in_place_and_elsewhere_have_plans_of_their_own(plans: Plans) -> None:
     inside, elsewhere = call(), {**call(), "out": torch.empty(3, 8)}
     inside["out"] = inside["x"]
     for arguments in (inside, elsewhere):
-        plans.add(tensors_of(arguments), "silu", -1, arguments)
+        plans.add(tensors_of(arguments), "silu", -1, whole(arguments, arguments["out"]))
     for _ in range(3):
         for arguments in (inside, elsewhere):
             assert plans.run(tensors_of(arguments), "silu", -1) is not None
@@ -131,7 +124,7 @@ def test_in_place_and_elsewhere_have_plans_of_their_own(plans: Plans) -> None:
 
 def test_a_plan_that_declined_is_not_made_anew(plans: Plans) -> None:
     (plan,) = plans._table.values()
-    plans.add(tensors_of(call()), "silu", -1, {**call(), "out": torch.empty(3, 8)})
+    plans.add(tensors_of(call()), "silu", -1, whole(call()))
     assert list(plans._table.values()) == [plan]
 
 
@@ -143,7 +136,7 @@ def test_other_sizes_are_answered(plans: Plans) -> None:
 def test_many_signatures_are_kept(plans: Plans) -> None:
     for slots in range(6, 26):
         arguments = {**call(), "conv_state": torch.randn(slots, 8, 3)}
-        plans.add(tensors_of(arguments), "silu", -1, {**arguments, "out": torch.empty(3, 8)})
+        plans.add(tensors_of(arguments), "silu", -1, whole(arguments))
     assert len(plans._table) == 21
     assert len(plans._recent) <= plans_module._MOST_RECENT
     for _ in range(2):
@@ -156,7 +149,7 @@ def test_unaligned_calls_make_no_plan() -> None:
     arguments = call()
     arguments["out"] = torch.empty(25)[1:].view(3, 8)
     plans = Plans(UPDATE)
-    plans.add(tensors_of(arguments), "silu", -1, arguments)
+    plans.add(tensors_of(arguments), "silu", -1, whole(arguments, arguments["out"]))
     assert plans.run(tensors_of(arguments), "silu", -1) is None
 
 
@@ -264,7 +257,11 @@ def test_a_kernel_that_sizes_choose_anew_is_not_loaded_under_capture(
     arguments = make_call(kind, 10, 1)
     plans.add(in_order(kind, arguments), "silu", -1, complete(kind, arguments, torch.zeros(10, 64, dtype=kind.x)))
 
-    def capturing(variant: Any, index: int) -> None:
+    (loaded,) = {kernel.variant for plan in plans._table.values() for kernel, _ in plan._kernels.values()}
+
+    def capturing(variant: Any, index: int) -> Loaded:
+        if variant == loaded:
+            return Loaded(variant)
         raise CaptureError("kernel", got="capture", wanted="a loaded kernel")
 
     monkeypatch.setattr(plans_module, "load_variant", capturing)
@@ -286,4 +283,4 @@ def test_sizes_do_not_pile_up(device: type[Loaded], monkeypatch: pytest.MonkeyPa
             )
         assert plans.run(in_order(kind, arguments), "silu", -1) is not None
     (plan,) = plans._table.values()
-    assert len(plan._steps) <= 8
+    assert len(plan.steps) <= 8

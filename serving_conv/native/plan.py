@@ -40,6 +40,7 @@ Tensors = tuple[Tensor | None, ...]
 
 _BIAS, _STATE, _X, _OUT = 1, 2, 3, 4
 _FIXED = 3  # weight, bias and pool: their sizes belong to the layer; one axis of all others varies
+_CONTIGUOUS = torch.contiguous_format
 _MOST_RECENT, _MOST_PLANS, _MOST_SIZES = 8, 4096, 4096
 
 
@@ -185,6 +186,7 @@ class Plan:
         has_workspace: the last of the tensors is one.
         pack: packs addresses, and skips absent tensors.
         steps: what combinations of sizes need.
+        transposed: see `Form`; a new output then has the axes of x.
 
     Raises:
         CaptureError: its kernel is not loaded and the current stream is capturing.
@@ -208,6 +210,7 @@ class Plan:
         "pack",
         "private_out",
         "steps",
+        "transposed",
     )
 
     def __init__(
@@ -220,6 +223,7 @@ class Plan:
         self._updates = entry is UPDATE
         self.device_index: int = x.device.index
         self.allocates, self.in_place = tensors[_OUT] is None, tensors[_OUT] is tensors[_X]
+        self.transposed = form.transposed
         self.private_out = entry is not UPDATE and not self.allocates
         self.may_be_x = entry is UPDATE and not self.in_place and out.stride() == x.stride()
 
@@ -447,7 +451,8 @@ class Plans:
         if overlaps and not (overlaps == -1 and plan.may_be_x and addresses[fixed] == start):
             return None
         if plan.allocates:
-            result = torch.empty_like(given[fixed])  # dense in the same order, and so contiguous for the operator
+            x = given[fixed]
+            result = torch.empty_like(x) if plan.transposed else torch.empty_like(x, memory_format=_CONTIGUOUS)
             addresses.insert(place, result.data_ptr())
         else:
             result = given[place]

@@ -52,7 +52,7 @@ def watch(job: dict[str, Any], seen: dict[str, int]) -> None:
     prefill, update = vllm_adapter.causal_conv1d_fn, vllm_adapter.causal_conv1d_update
 
     def watched_prefill(*arguments: Any, **options: Any) -> Any:
-        flags = arguments[5]
+        flags = options["has_initial_state"]
         if flags is not None and bool(flags.any()):
             seen["prefills with an initial state"] += 1
         if flags is not None and len(flags) > 1:

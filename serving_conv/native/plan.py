@@ -107,10 +107,11 @@ def _varying_axis(form: Form, place: int) -> int:
 
 
 def _fixed_sizes(form: Form, place: int, tensor: Tensor) -> tuple[int | None, ...]:
-    """A tensor's shape, with None where sizes vary."""
+    """A tensor's shape, with None where sizes vary. One with too few axes has no such place, and no plan."""
     shape: list[int | None] = list(tensor.shape)
-    if place >= _FIXED:
-        shape[_varying_axis(form, place)] = None
+    axis = _varying_axis(form, place)
+    if place >= _FIXED and axis < len(shape):
+        shape[axis] = None
     return tuple(shape)
 
 

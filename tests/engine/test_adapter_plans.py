@@ -6,7 +6,7 @@ No device: a recording kernel stands for the loaded ones.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -39,13 +39,15 @@ def update_of_vllm(
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> type[Loaded]:
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Loaded]]:
     loaded = pretend(monkeypatch)
     monkeypatch.setattr(ops, "choose_backend", lambda device: CudaBackend())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     for plans in ops._PLANS.values():
         plans.clear()
-    return loaded
+    yield loaded
+    for plans in ops._PLANS.values():
+        plans.clear()  # their kernels are pretended
 
 
 def numbers(count: int) -> torch.Tensor:

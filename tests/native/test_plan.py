@@ -18,7 +18,7 @@ from torch import Tensor
 from serving_conv.contract import PREFILL, UPDATE
 from serving_conv.errors import CaptureError
 from serving_conv.native import plan as plans_module
-from serving_conv.native.plan import Plans, tensor_names
+from serving_conv.native.plan import Form, Plans, tensor_names
 
 
 def call() -> dict[str, Any]:
@@ -224,6 +224,40 @@ def test_sizes_are_checked(wrong: str, device: type[Loaded]) -> None:
         made = plans.run(in_order(kind, arguments), kind.activation, kind.pad_slot_id)
         assert (made is None) is spoilt
     assert len(device.launches) == 2
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["operator", "adapter"])
+@pytest.mark.parametrize("guards", [True, False], ids=["guards", "table"])
+@pytest.mark.parametrize("name", KINDS)
+def test_other_numbers_of_axes_are_left_to_the_full_checks(
+    name: str, guards: bool, transposed: bool, device: type[Loaded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = KINDS[name]
+    if not guards:
+        monkeypatch.setattr(plans_module, "TensorGuards", None)
+    plans = Plans(kind.entry, Form(transposed=transposed))
+    arguments = make_call(kind, 6, 6)
+    out = torch.zeros(6, kind.channels, dtype=kind.x) if arguments["out"] is None else arguments["out"]
+    whole = complete(kind, arguments, out)
+
+    def as_given(tensors: tuple[Any, ...]) -> list[Any]:
+        given = list(tensors)
+        if transposed:
+            x, result = tensor_names(kind.entry).index("x"), tensor_names(kind.entry).index("out")
+            in_place = given[result] is given[x]
+            given[x] = given[x].t()
+            given[result] = given[x] if in_place else None if given[result] is None else given[result].t()
+        return given
+
+    given = as_given(in_order(kind, arguments))
+    plans.add(tuple(given), kind.activation, kind.pad_slot_id, whole)
+    assert plans.run(tuple(given), kind.activation, kind.pad_slot_id) is not None
+    for place, tensor in enumerate(given):
+        if tensor is None:
+            continue
+        for other in (tensor[None], tensor[0], tensor.reshape(-1)[0]):
+            changed = [other if each is tensor else each for each in given]
+            assert plans.run(tuple(changed), kind.activation, kind.pad_slot_id) is None, (place, other.shape)
 
 
 def test_the_device_must_be_current(device: type[Loaded], monkeypatch: pytest.MonkeyPatch) -> None:
